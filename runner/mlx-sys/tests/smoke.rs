@@ -187,20 +187,40 @@ fn ramp(len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 37) % 101) as f32 / 50.0 - 1.0).collect()
 }
 
+/// One row takes another path than several, and each operand may come transposed.
 #[test]
 fn float32_product_equals_a_naive_one() {
     let _serial = serial();
-    let (m, k, n) = (5, 67, 33);
-    let (a, b) = (ramp(m * k), ramp(n * k));
-    let product =
-        Array::new(&a, &[m as i32, k as i32]).times(&Array::new(&b, &[n as i32, k as i32]).transposed());
-    for (index, value) in product.values().into_iter().enumerate() {
-        let (row, column) = (index / n, index % n);
-        let expected: f32 = (0..k).map(|i| a[row * k + i] * b[column * k + i]).sum();
-        assert!(
-            (value - expected).abs() < 1e-4,
-            "element {index}: {value} is not {expected}"
-        );
+    let (k, n) = (67, 33);
+    for m in [1, 5] {
+        let (a, b) = (ramp(m * k), ramp(n * k));
+        let transpose = |x: &[f32], columns: usize| -> Vec<f32> {
+            (0..x.len())
+                .map(|i| x[i % (x.len() / columns) * columns + i / (x.len() / columns)])
+                .collect()
+        };
+        let shape = |rows: usize, columns: usize| [rows as i32, columns as i32];
+        let lefts = [
+            Array::new(&a, &shape(m, k)),
+            Array::new(&transpose(&a, k), &shape(k, m)).transposed(),
+        ];
+        let rights = [
+            Array::new(&b, &shape(n, k)).transposed(),
+            Array::new(&transpose(&b, k), &shape(k, n)),
+        ];
+        for (left, right) in lefts
+            .iter()
+            .flat_map(|left| rights.iter().map(move |right| (left, right)))
+        {
+            for (index, value) in left.times(right).values().into_iter().enumerate() {
+                let (row, column) = (index / n, index % n);
+                let expected: f32 = (0..k).map(|i| a[row * k + i] * b[column * k + i]).sum();
+                assert!(
+                    (value - expected).abs() < 1e-4,
+                    "{m} rows, element {index}: {value} is not {expected}"
+                );
+            }
+        }
     }
 }
 
