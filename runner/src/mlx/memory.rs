@@ -1,0 +1,39 @@
+//! MLX's allocator figures and limits, in bytes.
+//!
+//! Invariant: a figure that MLX can't give reads as zero; asking never fails a request.
+
+/// What the allocator holds now.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes in live arrays.
+    pub active: u64,
+    /// Bytes kept for reuse.
+    pub cached: u64,
+    /// The highest `active` so far.
+    pub peak: u64,
+}
+
+/// Reads the allocator's figures.
+pub fn usage() -> Usage {
+    let read = |value: mlx_rs::error::Result<usize>| value.unwrap_or(0) as u64;
+    Usage {
+        active: read(mlx_rs::memory::active_memory()),
+        cached: read(mlx_rs::memory::cache_memory()),
+        peak: read(mlx_rs::memory::peak_memory()),
+    }
+}
+
+/// Gives buffers kept for reuse back to the system.
+pub fn clear_cache() {
+    let _ = mlx_rs::memory::clear_cache();
+}
+
+/// Bounds the buffers kept for reuse.
+pub fn set_cache_limit(bytes: u64) {
+    let _ = mlx_rs::memory::set_cache_limit(usize::try_from(bytes).unwrap_or(usize::MAX));
+}
+
+/// Makes allocations beyond `bytes` fail instead of swapping.
+pub fn set_limit(bytes: u64) {
+    let _ = mlx_rs::memory::set_memory_limit(usize::try_from(bytes).unwrap_or(usize::MAX));
+}

@@ -1,0 +1,73 @@
+//! Root-mean-square norms whose gain is kept in float32, and the residual stream they read.
+//!
+//! Invariant: the gain is the effective one (`1 + w` where the file stores zero-centred gains), formed and multiplied in
+//! float32: rounding it to bfloat16 moves logits by up to 0.1 and flips near ties.
+
+use mlx_rs::error::Result;
+use mlx_rs::fast::rms_norm;
+use mlx_rs::Array;
+
+use crate::mlx::{cpu, ops, Path};
+
+/// A norm over the last axis.
+#[derive(Debug, Clone)]
+pub struct RmsNorm {
+    /// Effective gain, float32.
+    pub gain: Array,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// How it is computed.
+    pub path: Path,
+}
+
+impl RmsNorm {
+    /// Normalises in float32 and returns the input's type.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        match self.path {
+            Path::Cpu => cpu::op::rms_norm(x, &self.gain, self.eps),
+            _ => ops::cast(&rms_norm(x, Some(&self.gain), self.eps)?, x.dtype()),
+        }
+    }
+
+    /// The sum of the stream's parts, and its norm.
+    fn of_sum(&self, x: &Array, added: &Array) -> Result<(Array, Array)> {
+        if self.path == Path::Cpu {
+            return cpu::op::add_norm(x, added, &self.gain, self.eps);
+        }
+        let sum = x.add(added)?;
+        let normed = self.forward(&sum)?;
+        Ok((sum, normed))
+    }
+}
+
+/// The residual stream: what a block has added is summed when the next norm reads it, in one pass.
+#[derive(Debug)]
+pub struct Stream {
+    x: Array,
+    added: Option<Array>,
+}
+
+impl Stream {
+    /// A stream that begins with the embeddings.
+    pub fn new(x: Array) -> Self {
+        Self { x, added: None }
+    }
+
+    /// Adds a block's output.
+    pub fn add(&mut self, block: Array) {
+        debug_assert!(self.added.is_none(), "every block reads the stream before it adds to it");
+        self.added = Some(block);
+    }
+
+    /// The norm of the stream as it stands.
+    pub fn norm(&mut self, norm: &RmsNorm) -> Result<Array> {
+        match self.added.take() {
+            Some(added) => {
+                let (x, normed) = norm.of_sum(&self.x, &added)?;
+                self.x = x;
+                Ok(normed)
+            }
+            None => norm.forward(&self.x),
+        }
+    }
+}
