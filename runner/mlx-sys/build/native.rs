@@ -50,13 +50,14 @@ pub(crate) fn compile(crate_dir: &Path, mlx_c: &Path, wheels: &Wheels, target: T
 
 /// Whole-archive, because nothing but libmlx refers to these symbols and an archive is searched for the executable's
 /// needs only. Linkers export an executable's definition of what a shared library on the command line misses.
+/// Not bundled into the Rust library, because a compiler cache does not see such an archive and hands out an old one.
 fn blas(native: &Path) -> Result<()> {
     cpp()
         .cargo_metadata(false)
         .file(native.join("blas.cpp"))
         .try_compile("lookahead_blas")?;
     println!("cargo::rustc-link-search=native={}", env::var("OUT_DIR")?);
-    println!("cargo::rustc-link-lib=static:+whole-archive=lookahead_blas");
+    println!("cargo::rustc-link-lib=static:-bundle,+whole-archive=lookahead_blas");
     Ok(())
 }
 
