@@ -26,6 +26,6 @@ pub use eos::EosSet;
 pub use error::TextError;
 pub use stop::{StopError, StopMatch, StopScanner, StopSet};
 pub use stream::{Chunk, Push, TextStream};
-pub use template::{ChatTemplate, RenderOptions, TemplateError};
+pub use template::{ChatTemplate, RenderOptions, TemplateError, THINK_CLOSE};
 pub use tokenizer::{Bos, Specials, Tokenizer};
 pub use turns::TurnMarkers;

@@ -19,9 +19,11 @@ use super::template_source::TemplateSource;
 use super::tokenizer::{token_text, Tokenizer};
 use super::turns::TurnMarkers;
 
+/// The tag that closes a think block; a constraint on a thinking model's answer begins behind it.
+pub const THINK_CLOSE: &str = "</think>";
 const TOOL_USE: &str = "tool_use";
 const DEFAULT: &str = "default";
-const THINK_TAGS: [&str; 2] = ["<think>", "</think>"];
+const THINK_OPEN: &str = "<think>";
 const TOKEN_VARIABLES: [&str; 4] = ["bos_token", "eos_token", "pad_token", "unk_token"];
 
 /// Why messages can't be rendered. Only [`TemplateError::NoTemplate`] is a matter of what the model supports; the others
@@ -201,8 +203,7 @@ impl ChatTemplate {
             .and_then(|start| prompt.rfind(start))
             .map_or(0, |at| at);
         let tail = &prompt[last_turn..];
-        let [open, close] = THINK_TAGS;
-        match (tail.rfind(open), tail.rfind(close)) {
+        match (tail.rfind(THINK_OPEN), tail.rfind(THINK_CLOSE)) {
             (Some(opened), Some(closed)) => opened > closed,
             (opened, _) => opened.is_some(),
         }
