@@ -28,6 +28,13 @@ pub struct Caches {
     offset: i32,
 }
 
+/// See [`Caches::mark`].
+#[derive(Debug, Clone)]
+pub struct Mark {
+    offset: i32,
+    states: Vec<Option<RecurrentState>>,
+}
+
 /// A whole sequence's recurrent state at one slot, a compact copy; one entry a recurrent layer.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
@@ -109,6 +116,36 @@ impl Caches {
         for layer in self.recurrent_mut() {
             layer.keep_rows(keep);
         }
+    }
+
+    /// Forgets the slots from `offset` on where every layer can be cut anywhere, as a draft head's can.
+    pub fn rewind(&mut self, offset: i32) {
+        for layer in &mut self.layers {
+            if let LayerCache::Kv(kv) = layer {
+                kv.truncate(offset);
+            }
+        }
+        self.offset = self.offset.min(offset);
+    }
+
+    /// Handles of the state as it stands, without copying: what [`Caches::reset`] returns to.
+    pub fn mark(&self) -> Mark {
+        let states = self.layers.iter().map(|layer| match layer {
+            LayerCache::Recurrent(recurrent) => recurrent.live().cloned(),
+            LayerCache::Kv(_) => None,
+        });
+        Mark { offset: self.offset, states: states.collect() }
+    }
+
+    /// Returns to an earlier state of the same sequence.
+    pub fn reset(&mut self, mark: Mark) {
+        for (layer, state) in self.layers.iter_mut().zip(mark.states) {
+            match layer {
+                LayerCache::Kv(kv) => kv.truncate(mark.offset),
+                LayerCache::Recurrent(recurrent) => recurrent.load(state.as_ref()),
+            }
+        }
+        self.offset = mark.offset;
     }
 
     /// Returns to `offset`, a slot inside the last forward (which kept its rows), and forgets the rows.

@@ -56,6 +56,11 @@ impl Registry {
         self.lock().remove(id).is_some()
     }
 
+    /// Whether an id is busy.
+    pub fn is_busy(&self, id: &str) -> bool {
+        self.lock().contains_key(id)
+    }
+
     /// Asks a request to end; false if there is none of that id that could.
     pub fn cancel(&self, id: &str) -> bool {
         let entries = self.lock();

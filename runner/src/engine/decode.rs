@@ -1,0 +1,186 @@
+//! The two decoders of one sequence: plain and pipelined, and speculative rounds.
+//!
+//! Invariant: after every call the caches hold exactly the tokens in `consumed`, `current` is the token that the trunk
+//! consumes next, and the drafter has been told of every consumed token.
+
+use mlx_rs::ops::concatenate;
+use mlx_rs::transforms::async_eval;
+use mlx_rs::Array;
+
+use super::drafter::Drafter;
+use super::emit::{Emitter, Finish};
+use super::job::Refusal;
+use super::stats::RoundStats;
+use crate::cache::{Caches, Mark};
+use crate::host::outbox::Outbox;
+use crate::mlx::ops;
+use crate::model::{Batch, Model};
+use crate::sample::{Rows, SampleError, Sampler};
+
+/// A sequence that generates.
+#[derive(Debug)]
+pub struct Decoding<'m> {
+    /// The trunk.
+    pub model: &'m dyn ModelDebug,
+    /// Its state.
+    pub caches: Caches,
+    /// The drafter, where the request may draft.
+    pub drafter: Option<Drafter<'m>>,
+    /// Draws tokens.
+    pub sampler: Sampler,
+    /// Text and terminators.
+    pub emitter: Emitter,
+    /// Tokens in the caches.
+    pub consumed: Vec<u32>,
+    /// The next token to consume.
+    pub current: u32,
+    /// What drafting did.
+    pub stats: RoundStats,
+}
+
+/// A model that can be printed, which a derive asks for.
+pub trait ModelDebug: Model + std::fmt::Debug {}
+impl<T: Model + std::fmt::Debug> ModelDebug for T {}
+
+/// One dispatched step of plain decoding.
+struct Step {
+    ids: Array,
+    hidden: Array,
+    rows: Rows,
+    /// The caches before this step.
+    before: Mark,
+    /// Position of the token that it draws.
+    position: u64,
+}
+
+/// Token ids as the batch wants them, [1, n].
+pub fn ids_array(ids: &[u32]) -> Array {
+    let ids: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+    Array::from_slice(&ids, &[1, ids.len() as i32])
+}
+
+impl Decoding<'_> {
+    fn dispatch(&mut self, ids: Array) -> Result<Step, Refusal> {
+        let before = self.caches.mark();
+        let slot = self.caches.offset();
+        let hidden = self.model.forward(&Batch::text(&ids, slot), &mut self.caches)?;
+        let logits = self.model.unembed(&hidden)?;
+        let position = slot as u64 + 1;
+        let rows = self.sampler.next(&logits.reshape(&[1, logits.dim(2)])?, position, None)?;
+        async_eval([&rows.choice, &rows.peak, &hidden])?;
+        Ok(Step { ids, hidden, rows, before, position })
+    }
+
+    /// Decodes up to `steps` tokens, each step dispatched before the one before it is read.
+    pub fn plain(
+        &mut self,
+        steps: u32,
+        outbox: &Outbox,
+        cancelled: impl Fn() -> bool,
+    ) -> Result<Option<Finish>, Refusal> {
+        let mut ahead = self.dispatch(ids_array(&[self.current]))?;
+        let mut done = 1;
+        loop {
+            // The last step of the budget needs no successor.
+            let more = done < steps && self.emitter.remaining() > 1;
+            let next = if more {
+                self.sampler.commit_pending(&ahead.rows.choice)?;
+                let ids = ahead.rows.choice.reshape(&[1, 1])?;
+                Some(self.dispatch(ids)?)
+            } else {
+                None
+            };
+            let token = ahead.rows.read(ahead.position)?;
+            match next {
+                Some(_) => self.sampler.confirm(token),
+                None => self.sampler.commit(&[token])?,
+            }
+            self.consumed.push(self.current);
+            if let Some(drafter) = &mut self.drafter {
+                drafter.observe(&ahead.ids, &ahead.hidden, &self.caches)?;
+            }
+            self.current = token;
+            self.stats.plain();
+            let finish = self.emitter.take(token, None);
+            self.emitter.send(outbox);
+            let finish = finish.or_else(|| cancelled().then_some(Finish::Cancelled));
+            match (finish, next) {
+                (Some(finish), next) => {
+                    if let Some(next) = next {
+                        self.caches.reset(next.before);
+                    }
+                    return Ok(Some(finish));
+                }
+                (None, Some(next)) => ahead = next,
+                (None, None) => return Ok(None),
+            }
+            done += 1;
+        }
+    }
+
+    /// One round: drafts, one forward over the current token and the drafts, one read, rollback to what stands.
+    pub fn round(&mut self, depth: usize, outbox: &Outbox) -> Result<Option<Finish>, Refusal> {
+        let slot = self.caches.offset();
+        let position = slot as u64 + 1;
+        let current = ids_array(&[self.current]);
+        let drafts = match &mut self.drafter {
+            Some(drafter) => drafter.draft(&current, depth, position, &self.sampler, &self.caches)?,
+            None => Vec::new(),
+        };
+        if drafts.is_empty() {
+            return self.plain(1, outbox, || false);
+        }
+        let mut parts = vec![current];
+        for draft in &drafts {
+            parts.push(draft.ids().reshape(&[1, -1])?);
+        }
+        let ids = concatenate(&parts, 1)?;
+        let before = self.caches.mark();
+        self.caches.keep_rows(true);
+        let hidden = self.model.forward(&Batch::text(&ids, slot), &mut self.caches)?;
+        let logits = self.model.unembed(&hidden)?;
+        let rows = logits.dim(1);
+        let logits = logits.reshape(&[rows, logits.dim(2)])?;
+        let verdict = self.sampler.verify(&logits, position, &drafts, None)?;
+        let outcome = match verdict.read() {
+            Ok(outcome) => outcome,
+            Err(error @ SampleError::NanDraft { .. }) => {
+                // The target is sound; the request goes on without drafts.
+                tracing::warn!("drafting ends for this request: {error}");
+                self.drafter = None;
+                self.caches.keep_rows(false);
+                self.caches.reset(before);
+                return self.plain(1, outbox, || false);
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let mut finish = None;
+        let mut yielded: Vec<u32> = Vec::with_capacity(outcome.accepted + 1);
+        for token in outcome.tokens() {
+            finish = self.emitter.take(token, None);
+            yielded.push(token);
+            if finish.is_some() {
+                break;
+            }
+        }
+        // The last token of the run waits to be consumed, as `current` or for ever.
+        let kept = yielded.len() as i32;
+        self.caches.rollback(slot + kept)?;
+        self.caches.keep_rows(false);
+        self.consumed.push(self.current);
+        self.consumed.extend(&yielded[..yielded.len() - 1]);
+        self.sampler.commit(&yielded)?;
+        if let Some(drafter) = &mut self.drafter {
+            let ids = ops::slice_axis(&ids, 1, 0, kept)?;
+            drafter.observe(&ids, &ops::slice_axis(&hidden, 1, 0, kept)?, &self.caches)?;
+        }
+        let tested = (outcome.accepted + 1).min(outcome.drafts.len()).min(yielded.len());
+        let accepted = outcome.accepted.min(yielded.len());
+        self.stats.round(outcome.drafts.len(), tested, accepted);
+        if let Some(&last) = yielded.last() {
+            self.current = last;
+        }
+        self.emitter.send(outbox);
+        Ok(finish)
+    }
+}

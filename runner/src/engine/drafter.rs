@@ -1,0 +1,178 @@
+//! The drafter of one sequence: a chained head with key-values of its own.
+//!
+//! Invariant: slot S of the head's cache pairs the trunk's state at S with the token at S + 1. Slots `0..written` are in the
+//! cache, the pairs after them wait in `pending`, and the state whose token isn't known yet is the frontier; together they
+//! cover every token that the trunk has consumed, drafting or not.
+//! Source: DeepSeek-V3 technical report (2024), multi-token prediction.
+
+use mlx_rs::error::{Exception, Result};
+use mlx_rs::ops::concatenate;
+use mlx_rs::transforms::eval;
+use mlx_rs::Array;
+
+use crate::cache::{Caches, KvSegment};
+use crate::mlx::ops;
+use crate::model::{Batch, DraftModel};
+use crate::sample::{Draft, Sampler};
+
+/// Pairs that may wait before they are written in one batch.
+const FLUSH_AT: i32 = 256;
+
+/// See the module's text.
+pub struct Drafter<'m> {
+    head: &'m dyn DraftModel,
+    caches: Caches,
+    pending: Vec<(Array, Array)>,
+    waiting: i32,
+    frontier: Option<Array>,
+    /// Tokens that the trunk has consumed.
+    consumed: i32,
+}
+
+impl std::fmt::Debug for Drafter<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Drafter")
+            .field("written", &self.caches.offset())
+            .field("waiting", &self.waiting)
+            .field("consumed", &self.consumed)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<'m> Drafter<'m> {
+    /// A drafter at the start of a sequence.
+    pub fn new(head: &'m dyn DraftModel) -> Self {
+        Self { head, caches: head.new_caches(), pending: Vec::new(), waiting: 0, frontier: None, consumed: 0 }
+    }
+
+    /// Restores the state after `consumed` tokens: the head's key-values of slots `0..consumed - 1`, and the frontier.
+    pub fn restore(&mut self, consumed: i32, segments: Vec<KvSegment>, frontier: Array) -> Result<()> {
+        self.pending.clear();
+        self.waiting = 0;
+        self.consumed = consumed;
+        self.caches.restore(consumed - 1, vec![segments], None)?;
+        self.frontier = Some(frontier);
+        Ok(())
+    }
+
+    /// Reports that the trunk has consumed `ids` [1, L], with its states after the final norm, [1, L, D].
+    pub fn observe(&mut self, ids: &Array, hidden: &Array, target: &Caches) -> Result<()> {
+        let rows = ids.dim(1);
+        let last = ops::slice_axis(hidden, 1, rows - 1, rows)?;
+        // The pair of slot `consumed - 1` is there already if the last round drafted from it.
+        let known = self.caches.offset() + self.waiting;
+        let first = match &self.frontier {
+            Some(frontier) if known < self.consumed => Some(frontier.clone()),
+            _ => None,
+        };
+        let states = match (first, rows) {
+            (Some(frontier), 1) => Some((ids.clone(), frontier)),
+            (Some(frontier), _) => {
+                let before = ops::slice_axis(hidden, 1, 0, rows - 1)?;
+                Some((ids.clone(), concatenate(&[frontier, before], 1)?))
+            }
+            (None, 1) => None,
+            (None, _) => {
+                Some((ops::slice_axis(ids, 1, 1, rows)?, ops::slice_axis(hidden, 1, 0, rows - 1)?))
+            }
+        };
+        if let Some((tokens, states)) = states {
+            self.waiting += tokens.dim(1);
+            self.pending.push((tokens, states));
+        }
+        self.frontier = Some(if rows > 1 { ops::compact(&last)? } else { last });
+        self.consumed += rows;
+        if self.waiting >= FLUSH_AT {
+            self.flush(target)?;
+        }
+        Ok(())
+    }
+
+    fn take_pending(&mut self, extra: Option<(Array, Array)>) -> Result<Option<(Array, Array)>> {
+        let parts: Vec<(Array, Array)> = self.pending.drain(..).chain(extra).collect();
+        self.waiting = 0;
+        match &parts[..] {
+            [] => Ok(None),
+            [one] => Ok(Some(one.clone())),
+            several => {
+                let tokens: Vec<&Array> = several.iter().map(|p| &p.0).collect();
+                let states: Vec<&Array> = several.iter().map(|p| &p.1).collect();
+                Ok(Some((concatenate(&tokens, 1)?, concatenate(&states, 1)?)))
+            }
+        }
+    }
+
+    fn run(&mut self, tokens: &Array, states: &Array, target: &Caches) -> Result<Array> {
+        let batch =
+            Batch { conditioning: Some(states), ..Batch::text(tokens, self.caches.offset()) };
+        self.head.forward(&batch, target, &mut self.caches)
+    }
+
+    /// Writes all waiting pairs.
+    pub fn flush(&mut self, target: &Caches) -> Result<()> {
+        if let Some((tokens, states)) = self.take_pending(None)? {
+            self.run(&tokens, &states, target)?;
+            eval(self.caches.arrays())?;
+        }
+        Ok(())
+    }
+
+    /// Draws `depth` tokens after `current` ([1, 1]), the token that the trunk consumes next; `position` is that of the first
+    /// draft. Lazy: nothing is evaluated.
+    pub fn draft(
+        &mut self,
+        current: &Array,
+        depth: usize,
+        position: u64,
+        sampler: &Sampler,
+        target: &Caches,
+    ) -> Result<Vec<Draft>> {
+        let Some(frontier) = self.frontier.clone() else { return Ok(Vec::new()) };
+        let extra = (self.caches.offset() + self.waiting < self.consumed)
+            .then(|| (current.clone(), frontier));
+        let (tokens, states) = self
+            .take_pending(extra)?
+            .ok_or_else(|| Exception::custom("the drafter has no pair for the current token"))?;
+        let out = self.run(&tokens, &states, target)?;
+        let settled = self.caches.offset();
+        let rows = out.dim(1);
+        let mut carried = ops::slice_axis(&out, 1, rows - 1, rows)?;
+        let mut drafts: Vec<Draft> = Vec::with_capacity(depth);
+        for step in 0..depth {
+            if let Some(last) = drafts.last() {
+                let token = last.ids().reshape(&[1, 1])?;
+                carried = self.run(&token, &carried, target)?;
+            }
+            let logits = self.head.unembed(&carried)?;
+            let width = logits.dim(2);
+            let draft = sampler.draft(&logits.reshape(&[1, width])?, position + step as u64, &drafts, None)?;
+            drafts.push(draft);
+        }
+        // Chained slots hold the head's own states; accepted ones are rewritten from the trunk's with the next first call.
+        self.caches.rewind(settled);
+        Ok(drafts)
+    }
+
+    /// Arrays to evaluate so that no graph is kept.
+    pub fn arrays(&self) -> Vec<&Array> {
+        let mut out = self.caches.arrays();
+        out.extend(self.frontier.iter());
+        out.extend(self.pending.iter().map(|pair| &pair.1));
+        out
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> u64 {
+        self.caches.bytes()
+    }
+
+    /// The head's caches, level with the trunk but for the frontier once flushed.
+    pub fn caches(&self) -> &Caches {
+        &self.caches
+    }
+
+    /// The trunk's state at the last consumed token, [1, 1, D].
+    pub fn frontier(&self) -> Option<&Array> {
+        self.frontier.as_ref()
+    }
+}

@@ -1,0 +1,163 @@
+//! From a model directory to a model that is ready to run.
+//!
+//! Invariant: everything that can be checked without the device is checked before anything is put on it.
+
+use std::path::Path as FilePath;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lookahead_protocol::event::{DraftInfo, LoadProgress, LoadStage, MemoryInfo, ModelInfo, Ready};
+use lookahead_protocol::{ErrorCode, Event};
+
+use super::job::Refusal;
+use super::text::{Awaited, TextStack};
+use super::Settings;
+use crate::host::latch::Latch;
+use crate::host::outbox::Outbox;
+use crate::mlx::{Backend, Path};
+use crate::model::checkpoint::Checkpoint;
+use crate::model::error::{LoadError, LoadErrorKind};
+use crate::model::plan::{plan, Plan, PlanOptions, VisionStatus};
+use crate::model::quant::ModuleQuant;
+use crate::model::qwen3_5::{load, Build, Qwen35};
+use crate::model::weights::{ModelError, Precision, Weights};
+use crate::model::Model as _;
+
+/// A model ready to run, with what the host is told of it.
+#[derive(Debug)]
+pub struct LoadedModel {
+    /// Trunk and head.
+    pub model: Qwen35,
+    /// Text side.
+    pub text: Arc<TextStack>,
+    /// The `ready` event.
+    pub ready: Ready,
+    /// How the parts are computed.
+    pub path: Path,
+}
+
+fn refusal(error: &LoadError) -> Refusal {
+    let code = match error.kind() {
+        LoadErrorKind::NotFound => ErrorCode::ModelNotFound,
+        LoadErrorKind::Unsupported => ErrorCode::ArchitectureUnsupported,
+        LoadErrorKind::Invalid => ErrorCode::ModelInvalid,
+    };
+    Refusal::new(code, error.to_string())
+}
+
+impl From<LoadError> for Refusal {
+    fn from(error: LoadError) -> Self {
+        refusal(&error)
+    }
+}
+
+impl From<ModelError> for Refusal {
+    fn from(error: ModelError) -> Self {
+        match error {
+            ModelError::Load(error) => refusal(&error),
+            other => Self::new(ErrorCode::Internal, other.to_string()),
+        }
+    }
+}
+
+/// Loads the model of `settings`, telling the host how far it is. `None` if the latch tripped meanwhile.
+///
+/// # Errors
+/// The files can't be used or the device fails.
+pub fn load_model(
+    settings: &Settings,
+    backend: Backend,
+    outbox: &Outbox,
+    latch: &Latch,
+    text: &Awaited<TextStack>,
+) -> Result<Option<LoadedModel>, Refusal> {
+    let start = Instant::now();
+    let checkpoint = Checkpoint::open(&settings.model)?;
+    let plan = plan(&checkpoint, PlanOptions { no_draft: settings.draft.is_off() })?;
+    for warning in &plan.warnings {
+        tracing::warn!("{warning}");
+    }
+    let config = checkpoint.config();
+    let stack = TextStack::load(&settings.model, config)
+        .map_err(|error| Refusal::new(ErrorCode::ModelInvalid, error.to_string()))?;
+    let stack = Arc::new(stack);
+    text.provide(Arc::clone(&stack));
+
+    let total = checkpoint.total_bytes();
+    let limit = settings.memory_limit;
+    let widened = plan.parameters.saturating_mul(4);
+    let (precision, path) = match backend {
+        Backend::Cpu if widened <= limit => (Precision::Widen, Path::Cpu),
+        _ => (Precision::Native, Path::Graph),
+    };
+    if total > limit {
+        let message = format!("the weights take {total} bytes, more than the memory limit of {limit}");
+        return Err(Refusal::new(ErrorCode::OutOfMemory, message));
+    }
+    let mut last = None::<Instant>;
+    let mut progress = |done: u64| {
+        if last.is_none_or(|at| at.elapsed() >= Duration::from_millis(100)) {
+            last = Some(Instant::now());
+            let load = LoadProgress { done: done.min(total), total, stage: LoadStage::Weights };
+            outbox.push(Event::Load(load));
+        }
+        !latch.is_set()
+    };
+    let build = Build {
+        precision,
+        path,
+        trunk_shift: plan.convention.shift(),
+        head_shift: plan.head.convention().map(|convention| convention.shift()),
+    };
+    let loaded = match load(&Weights::new(&checkpoint, precision, &mut progress), build) {
+        Err(ModelError::Interrupted) => return Ok(None),
+        result => result?,
+    };
+    outbox.push(Event::Load(LoadProgress { done: total, total, stage: LoadStage::Weights }));
+    let draft = draft_info(&plan, &loaded.model, settings);
+    tracing::info!(
+        "draft head: {}",
+        draft.reason.clone().unwrap_or_else(|| format!("active, depth up to {}", draft.max_depth))
+    );
+    let ready = Ready {
+        model: model_info(&settings.model, &checkpoint, &plan, &stack),
+        draft,
+        memory: MemoryInfo { weights: loaded.bytes, limit },
+        load_duration: u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
+    };
+    Ok(Some(LoadedModel { model: loaded.model, text: stack, ready, path }))
+}
+
+fn draft_info(plan: &Plan, model: &Qwen35, settings: &Settings) -> DraftInfo {
+    let reason = plan.head.reason();
+    DraftInfo {
+        active: reason.is_none(),
+        kind: model.self_draft().map(|draft| draft.kind().name().to_owned()),
+        max_depth: if reason.is_none() { settings.draft.max_depth() as u32 } else { 0 },
+        reason,
+    }
+}
+
+fn model_info(dir: &FilePath, checkpoint: &Checkpoint, plan: &Plan, text: &TextStack) -> ModelInfo {
+    let mut eos = text.eos.ids().to_vec();
+    eos.sort_unstable();
+    ModelInfo {
+        path: dir.display().to_string(),
+        architecture: checkpoint.config().architecture.clone(),
+        parameters: plan.parameters,
+        quantization: quantization(plan),
+        context_length: text.context_length as u64,
+        vocab_size: text.vocab_size as u64,
+        vision: matches!(plan.vision, VisionStatus::Active(_)),
+        eos,
+    }
+}
+
+/// The storage of most parameters in words; `None` where all are plain floats.
+fn quantization(plan: &Plan) -> Option<String> {
+    let mut kinds: std::collections::BTreeMap<String, u64> = std::collections::BTreeMap::new();
+    for module in plan.modules.iter().filter(|m| m.quant != ModuleQuant::Dense) {
+        *kinds.entry(module.quant.to_string()).or_default() += module.shape.iter().map(|&n| n as u64).product::<u64>();
+    }
+    kinds.into_iter().max_by_key(|(_, parameters)| *parameters).map(|(kind, _)| kind)
+}

@@ -1,0 +1,226 @@
+//! The engine: one thread that owns all of MLX and runs requests one after another.
+//!
+//! Invariant: nothing outside of this thread touches an array; other threads see snapshots and events only.
+
+mod decode;
+mod drafter;
+mod emit;
+mod generate;
+pub mod job;
+mod load;
+pub mod prepare;
+mod stats;
+pub mod text;
+
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use crossbeam_channel::{select, Receiver};
+use lookahead_protocol::event::{DoneReason, DraftInfo, DraftStatus, Failure, MemoryStatus};
+use lookahead_protocol::Event;
+
+use crate::host::Host;
+use crate::mlx::{memory, Backend, Path};
+use crate::model::qwen3_5::Qwen35;
+use crate::speculate::depth::{DepthController, DepthLimits, DepthModel};
+use job::{Job, Refusal};
+use stats::RoundStats;
+use text::{Awaited, TextStack};
+
+pub use generate::cancelled_before_start;
+
+/// The deepest draft that any request gets.
+pub const DEEPEST: usize = 16;
+
+/// `--draft`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DraftFlag {
+    /// Never; the head isn't even loaded.
+    Off,
+    /// As deep as pays.
+    Auto,
+    /// Always so deep.
+    Fixed(usize),
+}
+
+impl DraftFlag {
+    /// Whether drafting is switched off.
+    pub fn is_off(self) -> bool {
+        self == Self::Off
+    }
+
+    /// The deepest draft that it allows.
+    pub fn max_depth(self) -> usize {
+        match self {
+            Self::Off => 0,
+            Self::Auto => DEEPEST,
+            Self::Fixed(depth) => depth.min(DEEPEST),
+        }
+    }
+}
+
+impl std::str::FromStr for DraftFlag {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "off" => Ok(Self::Off),
+            "auto" => Ok(Self::Auto),
+            number => match number.parse() {
+                Ok(0) => Ok(Self::Off),
+                Ok(depth) if depth <= DEEPEST => Ok(Self::Fixed(depth)),
+                _ => Err(format!("expected off, auto or a depth from 1 to {DEEPEST}, got {number:?}")),
+            },
+        }
+    }
+}
+
+/// What the command line sets.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Model directory.
+    pub model: PathBuf,
+    /// Tokens a prefill chunk.
+    pub chunk: usize,
+    /// Drafting.
+    pub draft: DraftFlag,
+    /// Bytes that weights and caches may take.
+    pub memory_limit: u64,
+    /// Whether to keep off the GPU.
+    pub force_cpu: bool,
+}
+
+/// How the engine's thread ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// In good order.
+    Orderly,
+    /// The model could not be loaded.
+    LoadFailed,
+}
+
+/// A running engine.
+#[derive(Debug)]
+pub struct Engine {
+    model: Rc<Qwen35>,
+    text: Arc<TextStack>,
+    path: Path,
+    settings: Settings,
+    host: Host,
+    depth: DepthController,
+    draft: DraftInfo,
+    totals: RoundStats,
+    weights: u64,
+}
+
+/// What other threads ask of the engine.
+#[derive(Debug)]
+pub enum Command {
+    /// Run a request.
+    Run(Box<Job>),
+    /// Forget the prefix cache.
+    ClearCache,
+}
+
+/// The body of the `engine` thread.
+pub fn serve(
+    settings: Settings,
+    backend: Backend,
+    host: Host,
+    text: &Awaited<TextStack>,
+    commands: &Receiver<Command>,
+) -> Ending {
+    let loaded = match load::load_model(&settings, backend, &host.outbox, &host.latch, text) {
+        Ok(Some(loaded)) => loaded,
+        Ok(None) => {
+            text.give_up();
+            cancel_outstanding(&host);
+            return Ending::Orderly;
+        }
+        Err(refusal) => {
+            text.give_up();
+            return load_failed(&host, &refusal);
+        }
+    };
+    let limits = DepthLimits { max_depth: settings.draft.max_depth() };
+    let mut engine = Engine {
+        model: Rc::new(loaded.model),
+        text: loaded.text,
+        path: loaded.path,
+        host,
+        depth: DepthController::new(limits, DepthModel::default()),
+        draft: loaded.ready.draft.clone(),
+        totals: RoundStats::default(),
+        weights: loaded.ready.memory.weights,
+        settings,
+    };
+    engine.refresh_board();
+    engine.host.board.update(|figures| figures.loaded = true);
+    engine.host.outbox.push(Event::Ready(Box::new(loaded.ready)));
+    let latch = engine.host.latch.clone();
+    loop {
+        select! {
+            recv(commands) -> command => match command {
+                Ok(Command::Run(job)) if latch.is_set() || job.cancel.is_set() => {
+                    let done = cancelled_before_start(&job.id, Some(job.arrived));
+                    engine.host.finish(&job.id, Event::Done(Box::new(done)));
+                }
+                Ok(Command::Run(job)) => engine.run(&job),
+                Ok(Command::ClearCache) => {
+                    memory::clear_cache();
+                    engine.refresh_board();
+                }
+                Err(_) => break,
+            },
+            recv(latch.channel()) -> _ => break,
+        }
+    }
+    cancel_outstanding(&engine.host);
+    Ending::Orderly
+}
+
+fn load_failed(host: &Host, refusal: &Refusal) -> Ending {
+    tracing::error!("loading failed: {refusal}");
+    let failure = Failure::new(None, refusal.code.clone(), refusal.message.clone());
+    host.outbox.push(Event::Error(failure));
+    Ending::LoadFailed
+}
+
+/// Ends every request that waits, as cancelled.
+fn cancel_outstanding(host: &Host) {
+    for id in host.registry.outstanding() {
+        host.finish(&id, Event::Done(Box::new(cancelled_before_start(&id, None))));
+    }
+}
+
+impl Engine {
+    fn refresh_board(&self) {
+        let usage = memory::usage();
+        let stats = self.totals.to_wire();
+        let mut draft = DraftStatus::new(self.draft.clone(), &stats);
+        draft.selected = None;
+        self.host.board.update(|figures| {
+            figures.memory = MemoryStatus {
+                active: usage.active,
+                peak: usage.peak,
+                cache: usage.cached,
+                limit: self.settings.memory_limit,
+                weights: self.weights,
+            };
+            figures.draft = Some(draft);
+        });
+    }
+
+    fn settle_board(&self, event: &Event, failed: bool) {
+        self.refresh_board();
+        self.host.board.update(|figures| {
+            figures.running = None;
+            match event {
+                _ if failed => figures.requests.failed += 1,
+                Event::Done(done) if done.done_reason == DoneReason::Cancelled => figures.requests.cancelled += 1,
+                _ => figures.requests.completed += 1,
+            }
+        });
+    }
+}

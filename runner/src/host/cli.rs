@@ -1,0 +1,72 @@
+//! The runner's command line.
+//!
+//! Invariant: a bad command line exits with status 2 before anything is written to stdout.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+
+use crate::engine::{DraftFlag, Settings};
+
+/// Serves one model over line-delimited JSON on stdin and stdout.
+#[derive(Debug, Clone, Parser)]
+#[command(version, about)]
+pub struct Args {
+    /// Model directory (Hugging Face or MLX layout).
+    #[arg(long)]
+    pub model: PathBuf,
+    /// Look at the model and print what it is, without loading it; exit 1 if it can't run.
+    #[arg(long)]
+    pub inspect: bool,
+    /// With --inspect: print JSON.
+    #[arg(long, requires = "inspect")]
+    pub json: bool,
+    /// Drafting: off, auto (as deep as pays), or a fixed depth from 1 to 16.
+    #[arg(long, default_value = "auto")]
+    pub draft: DraftFlag,
+    /// Prompt tokens a prefill step; cancellation is seen between steps.
+    #[arg(long, default_value_t = DEFAULT_CHUNK, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub chunk: u32,
+    /// Bytes that weights and caches may take, such as 12GiB or 70%; default: three quarters of the memory.
+    #[arg(long, value_name = "BYTES")]
+    pub memory_limit: Option<String>,
+    /// Longest input line in bytes.
+    #[arg(long, default_value_t = lookahead_protocol::request::DEFAULT_MAX_LINE_BYTES)]
+    pub max_line_bytes: usize,
+    /// Requests that may wait; a further one gets queue_full.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_queue: u32,
+    /// Compute on the processor even where there is a GPU.
+    #[arg(long)]
+    pub cpu: bool,
+    /// Write every line read and written to this file.
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<PathBuf>,
+}
+
+/// Prompt tokens a prefill step: longer ones gain nothing measurable and delay cancellation.
+const DEFAULT_CHUNK: u32 = 512;
+
+impl Args {
+    /// What the engine needs of it.
+    pub fn settings(&self) -> Settings {
+        Settings {
+            model: self.model.clone(),
+            chunk: self.chunk as usize,
+            draft: self.draft,
+            memory_limit: self.memory_limit(),
+            force_cpu: self.cpu,
+        }
+    }
+
+    fn memory_limit(&self) -> u64 {
+        total_memory() / 4 * 3
+    }
+}
+
+/// The machine's memory in bytes.
+fn total_memory() -> u64 {
+    // SAFETY: `sysconf` takes no pointer.
+    let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(size).unwrap_or(0))
+}

@@ -1,0 +1,113 @@
+//! The process's edge: threads, pipes, signals.
+//!
+//! Invariant: stdout carries protocol lines only; every thread ends when the latch trips, and the process's exit status
+//! says how: 0 in good order, 1 the load failed, 3 an internal fault.
+
+pub mod board;
+pub mod cli;
+mod dispatch;
+pub mod latch;
+pub mod outbox;
+mod record;
+pub mod registry;
+mod signals;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crossbeam_channel::unbounded;
+use lookahead_protocol::event::{Backend as WireBackend, Hello, ProtocolVersion};
+use lookahead_protocol::transcript::Header;
+use lookahead_protocol::Event;
+
+use crate::engine::text::Awaited;
+use crate::engine::{self, Ending};
+use crate::mlx::Backend;
+
+/// What every thread shares.
+#[derive(Debug, Clone)]
+pub struct Host {
+    /// Events to the host.
+    pub outbox: outbox::Outbox,
+    /// Busy ids.
+    pub registry: Arc<registry::Registry>,
+    /// What `status` tells.
+    pub board: Arc<board::Board>,
+    /// Whether the process ends.
+    pub latch: latch::Latch,
+}
+
+impl Host {
+    /// Frees a request's id and sends its final event, if it has not had one.
+    pub fn finish(&self, id: &str, event: Event) {
+        if self.registry.end(id) {
+            self.outbox.push(event);
+        }
+    }
+}
+
+/// The program's name on the wire.
+pub const PROGRAM: &str = "lookahead-runner";
+
+/// How long the last events may take to be read once everything else has ended.
+const DRAIN: Duration = Duration::from_secs(2);
+
+/// Runs the process; returns its exit status.
+///
+/// # Errors
+/// A thread or signal handler can't be started, or the transcript can't be created.
+pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
+    let backend = Backend::select(args.cpu);
+    let host = Host {
+        outbox: outbox::Outbox::default(),
+        registry: Arc::default(),
+        board: Arc::default(),
+        latch: latch::Latch::default(),
+    };
+    signals::watch(host.latch.clone())?;
+    let recorder = match &args.record {
+        Some(path) => {
+            let fingerprint = String::new();
+            let header = Header::new(PROGRAM, env!("CARGO_PKG_VERSION"))
+                .with_model(args.model.display().to_string(), fingerprint);
+            Some(Arc::new(record::Recorder::create(path, &header)?))
+        }
+        None => None,
+    };
+    host.outbox.push(Event::Hello(Hello {
+        protocol: ProtocolVersion::CURRENT,
+        program: PROGRAM.to_owned(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        pid: std::process::id(),
+        backend: Some(WireBackend::from(backend.name())),
+    }));
+    let writer = {
+        let (host, recorder) = (host.clone(), recorder.clone());
+        spawn("stdout", move || {
+            host.outbox.run(std::io::stdout(), &host.latch, recorder.as_deref());
+        })?
+    };
+    let text = Arc::new(Awaited::default());
+    let (commands, work) = unbounded();
+    dispatch::start(&host, &text, commands, args, recorder)?;
+    let settings = args.settings();
+    let engine = {
+        let (host, text) = (host.clone(), Arc::clone(&text));
+        spawn("engine", move || engine::serve(settings, backend, host, &text, &work))?
+    };
+    let status = match engine.join() {
+        Ok(Ending::Orderly) => 0,
+        Ok(Ending::LoadFailed) => 1,
+        Err(_) => 3,
+    };
+    host.outbox.close(DRAIN);
+    drop(writer);
+    Ok(status)
+}
+
+fn spawn<T: Send + 'static>(
+    name: &str,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> std::io::Result<std::thread::JoinHandle<T>> {
+    std::thread::Builder::new().name(name.to_owned()).spawn(body)
+}

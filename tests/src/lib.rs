@@ -1,0 +1,6 @@
+//! Drives the real executables through their pipes.
+//!
+//! Invariant: every wait has a deadline, and a process that a test started ends with the test.
+#![deny(missing_docs)]
+
+pub mod process;
