@@ -1,0 +1,9 @@
+//! `lookahead`: the scheduler's command line.
+
+mod cli;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::main()
+}
