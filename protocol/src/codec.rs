@@ -168,6 +168,7 @@ impl<W: Write> LineWriter<W> {
             .output
             .write_all(&self.buffer)
             .and_then(|()| self.output.flush());
+        self.buffer.clear();
         self.buffer.shrink_to(BUFFER_BYTES);
         Ok(written?)
     }
@@ -182,3 +183,7 @@ impl<W: Write> LineWriter<W> {
         self.output
     }
 }
+
+#[cfg(test)]
+#[path = "codec_tests.rs"]
+mod tests;

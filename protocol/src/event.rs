@@ -151,14 +151,29 @@ impl Event {
 }
 
 /// An event with the model that it comes from, as a scheduler writes it.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Tagged {
     /// The event.
-    #[serde(flatten)]
     pub event: Event,
-    /// The model as the host named it; `None` from a runner, and from a scheduler about itself.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// The model as the host named it; `None` from a runner, and from a scheduler about itself. Not written with `ready`,
+    /// whose own `model` is the model's description; a scheduler sends `loaded` in its place.
     pub model: Option<String>,
+}
+
+impl Serialize for Tagged {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct WithModel<'a> {
+            #[serde(flatten)]
+            event: &'a Event,
+            model: &'a str,
+        }
+
+        match (&self.event, &self.model) {
+            (Event::Ready(_), _) | (_, None) => self.event.serialize(serializer),
+            (event, Some(model)) => WithModel { event, model }.serialize(serializer),
+        }
+    }
 }
 
 impl Tagged {

@@ -116,13 +116,17 @@ impl From<Line> for Recorded {
 }
 
 impl Recorded {
-    /// The bytes to send in the line's place, without a line end. For a discarded line there are only as many `x`.
-    pub fn to_bytes(&self) -> Vec<u8> {
+    /// Writes what to send in the line's place, without a line end. For a discarded line that is as many `x`.
+    ///
+    /// # Errors
+    ///
+    /// What the output reports.
+    pub fn write_to(&self, output: &mut impl Write) -> io::Result<()> {
         match self {
-            Self::Object(map) => Value::Object(map.clone()).to_string().into_bytes(),
-            Self::Text(text) => text.clone().into_bytes(),
-            Self::Bytes(bytes) => bytes.clone(),
-            Self::TooLong(length) => vec![b'x'; usize::try_from(*length).unwrap_or(usize::MAX)],
+            Self::Object(map) => Ok(serde_json::to_writer(output, map)?),
+            Self::Text(text) => output.write_all(text.as_bytes()),
+            Self::Bytes(bytes) => output.write_all(bytes),
+            Self::TooLong(length) => io::copy(&mut io::repeat(b'x').take(*length), output).map(|_| ()),
         }
     }
 }
@@ -257,6 +261,9 @@ impl<R: Read> TranscriptReader<R> {
             });
         }
         let header = serde_json::from_str(&text).map_err(|error| no(format!("header: {error}")))?;
+        if lines.ended_inside_line() {
+            return Err(TranscriptError::Incomplete { line: 1 });
+        }
         Ok(Self {
             lines,
             header,
@@ -335,3 +342,7 @@ impl<W: Write> TranscriptWriter<W> {
         self.lines.into_inner()
     }
 }
+
+#[cfg(test)]
+#[path = "transcript_tests.rs"]
+mod tests;

@@ -9,7 +9,7 @@ use super::{
     CacheAction, CacheRequest, Cancel, Detokenize, Generate, Ping, Render, Request, StatusRequest, Tokenize,
     MAX_ID_BYTES,
 };
-use crate::{ErrorCode, RequestError};
+use crate::{ErrorCode, Line, RequestError};
 
 impl Request {
     /// Reads one line, without its line end, as a runner does.
@@ -21,6 +21,24 @@ impl Request {
         let envelope = Envelope::read(line.as_ref())?;
         let id = envelope.id.clone();
         envelope.request(&[]).map_err(|fault| fault.with_id(id))
+    }
+
+    /// Reads a line as it comes from a [`crate::LineReader`] with this limit.
+    ///
+    /// # Errors
+    ///
+    /// As [`Request::parse`], and `line_too_long`.
+    pub fn from_line(line: &Line, limit: usize) -> std::result::Result<Self, RequestError> {
+        Self::parse(readable(line, limit)?)
+    }
+}
+
+/// The bytes of a line that was kept.
+pub(super) fn readable(line: &Line, limit: usize) -> std::result::Result<&[u8], RequestError> {
+    match line {
+        Line::Text(text) => Ok(text.as_bytes()),
+        Line::NotUtf8(bytes) => Ok(bytes),
+        Line::TooLong { length } => Err(RequestError::line_too_long(*length, limit)),
     }
 }
 

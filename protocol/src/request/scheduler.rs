@@ -6,9 +6,9 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 
 use super::fields::{Field, Result};
-use super::parse::{unknown_type, Envelope};
+use super::parse::{readable, unknown_type, Envelope};
 use super::{CacheRequest, Cancel, Ping, Request, StatusRequest};
-use crate::RequestError;
+use crate::{Line, RequestError};
 
 /// How long an idle model stays loaded where nobody said: 300 seconds.
 pub const DEFAULT_KEEP_ALIVE: KeepAlive = KeepAlive::For(Duration::from_secs(300));
@@ -109,6 +109,15 @@ impl SchedulerRequest {
         let envelope = Envelope::read(line.as_ref())?;
         let id = envelope.id.clone();
         Self::from_envelope(envelope).map_err(|fault| fault.with_id(id))
+    }
+
+    /// Reads a line as it comes from a [`crate::LineReader`] with this limit.
+    ///
+    /// # Errors
+    ///
+    /// As [`SchedulerRequest::parse`], and `line_too_long`.
+    pub fn from_line(line: &Line, limit: usize) -> std::result::Result<Self, RequestError> {
+        Self::parse(readable(line, limit)?)
     }
 
     fn from_envelope(envelope: Envelope) -> Result<Self> {
