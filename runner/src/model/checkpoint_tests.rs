@@ -1,22 +1,11 @@
-use std::path::PathBuf;
+use crate::model::test_support::tiny;
 
 use super::*;
 use crate::model::config::LayerKind;
 
-fn fixture(name: &str) -> PathBuf {
-    // Found upwards, so that the tests run from any working directory inside of the repository.
-    let here = Path::new(file!()).parent().unwrap().canonicalize();
-    let start = here.unwrap_or_else(|_| PathBuf::from(env!("CARGO_MANIFEST_DIR")));
-    start
-        .ancestors()
-        .map(|dir| dir.join("fixtures/tiny").join(name))
-        .find(|p| p.is_dir())
-        .unwrap()
-}
-
 #[test]
 fn a_sharded_tied_model_opens_under_canonical_names() {
-    let c = Checkpoint::open(&fixture("dense-tied")).unwrap();
+    let c = Checkpoint::open(&tiny("dense-tied")).unwrap();
     assert_eq!(c.config().layers, [LayerKind::Linear, LayerKind::Full]);
     assert_eq!(c.files().count(), 3);
     assert!(c.warnings().is_empty(), "{:?}", c.warnings());

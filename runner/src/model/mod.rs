@@ -7,12 +7,20 @@ pub mod config;
 pub mod error;
 mod fields;
 mod files;
+pub mod head;
 mod header;
+pub mod layout;
 pub mod linear;
+mod means;
 pub mod names;
+pub mod plan;
+pub mod quant;
 pub mod qwen3_5;
 pub mod vision_config;
 pub mod weights;
+
+#[cfg(test)]
+pub(crate) mod test_support;
 
 use mlx_rs::error::Result;
 use mlx_rs::Array;
