@@ -4,7 +4,7 @@
 //! consumes next, and the drafter has been told of every consumed token.
 
 use mlx_rs::ops::concatenate;
-use mlx_rs::transforms::async_eval;
+use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::Array;
 
 use super::drafter::Drafter;
@@ -15,7 +15,8 @@ use crate::cache::{Caches, Mark};
 use crate::host::outbox::Outbox;
 use crate::mlx::ops;
 use crate::model::{Batch, Model};
-use crate::sample::{Rows, SampleError, Sampler};
+use crate::sample::constraint::Constraint;
+use crate::sample::{Draft, Rows, SampleError, Sampler};
 
 /// A sequence that generates.
 #[derive(Debug)]
@@ -30,6 +31,8 @@ pub struct Decoding<'m> {
     pub sampler: Sampler,
     /// Text and terminators.
     pub emitter: Emitter,
+    /// What the output has to satisfy.
+    pub constraint: Option<Constraint>,
     /// Tokens in the caches.
     pub consumed: Vec<u32>,
     /// The next token to consume.
@@ -66,7 +69,16 @@ impl Decoding<'_> {
         let hidden = self.model.forward(&Batch::text(&ids, slot), &mut self.caches)?;
         let logits = self.model.unembed(&hidden)?;
         let position = slot as u64 + 1;
-        let rows = self.sampler.next(&logits.reshape(&[1, logits.dim(2)])?, position, None)?;
+        let logits = logits.reshape(&[1, logits.dim(2)])?;
+        let mask = match &mut self.constraint {
+            Some(constraint) => {
+                // The device computes while the grammar says what may come.
+                async_eval([&logits])?;
+                Some(self.sampler.mask(&[Some(constraint.mask()?)]))
+            }
+            None => None,
+        };
+        let rows = self.sampler.next(&logits, position, mask.as_ref())?;
         async_eval([&rows.choice, &rows.peak, &hidden])?;
         Ok(Step { ids, hidden, rows, before, position })
     }
@@ -82,7 +94,7 @@ impl Decoding<'_> {
         let mut done = 1;
         loop {
             // The last step of the budget needs no successor.
-            let more = done < steps && self.emitter.remaining() > 1;
+            let more = done < steps && self.emitter.remaining() > 1 && self.constraint.is_none();
             let next = if more {
                 self.sampler.commit_pending(&ahead.rows.choice)?;
                 let ids = ahead.rows.choice.reshape(&[1, 1])?;
@@ -101,7 +113,7 @@ impl Decoding<'_> {
             }
             self.current = token;
             self.stats.plain();
-            let finish = self.emitter.take(token, None);
+            let finish = self.take(token)?;
             self.emitter.send(outbox);
             let finish = finish.or_else(|| cancelled().then_some(Finish::Cancelled));
             match (finish, next) {
@@ -118,6 +130,29 @@ impl Decoding<'_> {
         }
     }
 
+    /// Judges a generated token, the constraint's view included.
+    fn take(&mut self, token: u32) -> Result<Option<Finish>, Refusal> {
+        let finish = self.emitter.take(token, None);
+        if let (None | Some(Finish::Length), Some(constraint)) = (&finish, &mut self.constraint) {
+            constraint.commit(token)?;
+            if constraint.is_complete() {
+                return Ok(Some(Finish::Stop(None)));
+            }
+        }
+        Ok(finish)
+    }
+
+    /// Cuts drafts where the constraint forbids one, and makes the rows' masks. Costs constrained requests one more read.
+    fn legal(&mut self, mut drafts: Vec<Draft>) -> Result<(Vec<Draft>, Option<Array>), Refusal> {
+        let Some(constraint) = &mut self.constraint else { return Ok((drafts, None)) };
+        eval(drafts.iter().map(Draft::ids))?;
+        let ids: Vec<u32> = drafts.iter().map(|draft| draft.ids().item_cast::<i32>() as u32).collect();
+        let rows = constraint.masks_along(&ids)?;
+        drafts.truncate(rows.legal);
+        let words: Vec<Option<&[u32]>> = (0..=rows.legal).map(|row| Some(rows.row(row))).collect();
+        Ok((drafts, Some(self.sampler.mask(&words))))
+    }
+
     /// One round: drafts, one forward over the current token and the drafts, one read, rollback to what stands.
     pub fn round(&mut self, depth: usize, outbox: &Outbox) -> Result<Option<Finish>, Refusal> {
         let slot = self.caches.offset();
@@ -130,6 +165,7 @@ impl Decoding<'_> {
         if drafts.is_empty() {
             return self.plain(1, outbox, || false);
         }
+        let (drafts, masks) = self.legal(drafts)?;
         let mut parts = vec![current];
         for draft in &drafts {
             parts.push(draft.ids().reshape(&[1, -1])?);
@@ -141,7 +177,7 @@ impl Decoding<'_> {
         let logits = self.model.unembed(&hidden)?;
         let rows = logits.dim(1);
         let logits = logits.reshape(&[rows, logits.dim(2)])?;
-        let verdict = self.sampler.verify(&logits, position, &drafts, None)?;
+        let verdict = self.sampler.verify(&logits, position, &drafts, masks.as_ref())?;
         let outcome = match verdict.read() {
             Ok(outcome) => outcome,
             Err(error @ SampleError::NanDraft { .. }) => {
@@ -157,7 +193,7 @@ impl Decoding<'_> {
         let mut finish = None;
         let mut yielded: Vec<u32> = Vec::with_capacity(outcome.accepted + 1);
         for token in outcome.tokens() {
-            finish = self.emitter.take(token, None);
+            finish = self.take(token)?;
             yielded.push(token);
             if finish.is_some() {
                 break;

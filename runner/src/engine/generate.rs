@@ -19,6 +19,7 @@ use super::{Engine, Settings};
 use crate::host::board::{nanos, Running};
 use crate::mlx::memory;
 use crate::model::{Batch, Model as _};
+use crate::sample::constraint::Constraint;
 use crate::sample::{Sampler, Vocabulary};
 use crate::speculate::depth::{Context, Mode, Plan, Policy, RoundSample};
 
@@ -35,8 +36,10 @@ struct Outcome {
 
 impl Engine {
     /// Runs a request to its end and sends its final event.
-    pub(super) fn run(&mut self, job: &Job) {
-        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.generate(job)));
+    pub(super) fn run(&mut self, mut job: Job) {
+        let constraint = job.constraint.take();
+        let job = &job;
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.generate(job, constraint)));
         let result = result.unwrap_or_else(|panic| {
             let text = panic
                 .downcast_ref::<&str>()
@@ -67,10 +70,7 @@ impl Engine {
         job.cancel.is_set() || self.host.latch.is_set()
     }
 
-    fn generate(&mut self, job: &Job) -> Result<Outcome, Refusal> {
-        if job.format.is_some() {
-            return Err(Refusal::new(ErrorCode::Unsupported, "`format` is not supported by this build"));
-        }
+    fn generate(&mut self, job: &Job, constraint: Option<Constraint>) -> Result<Outcome, Refusal> {
         if job.logprobs.is_some() {
             return Err(Refusal::new(ErrorCode::Unsupported, "`logprobs` is not supported by this build"));
         }
@@ -105,6 +105,7 @@ impl Engine {
             drafter: head.map(Drafter::new),
             sampler: Sampler::new(&job.options, job.verify, job.seed, vocabulary, &job.tokens, self.path),
             emitter: Emitter::new(job, &self.text),
+            constraint,
             consumed: Vec::new(),
             current: 0,
             stats: RoundStats::default(),

@@ -5,10 +5,11 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use lookahead_protocol::request::{DraftOptions, Format, Verify};
+use lookahead_protocol::request::{DraftOptions, Verify};
 use lookahead_protocol::{event::Failure, ErrorCode};
 
 use crate::host::registry::CancelFlag;
+use crate::sample::constraint::{Constraint, ConstraintError};
 use crate::sample::SamplingOptions;
 use crate::text::StopSet;
 
@@ -36,9 +37,7 @@ pub struct Job {
     /// How drafts are tested.
     pub verify: Verify,
     /// Constraint on the output.
-    pub format: Option<Format>,
-    /// Whether the prompt ends inside a think block, after which a constraint begins.
-    pub think_open: bool,
+    pub constraint: Option<Constraint>,
     /// Alternatives to list with each log-probability; `None` where none are wanted.
     pub logprobs: Option<usize>,
     /// Whether the prefix cache is read and written.
@@ -79,6 +78,13 @@ impl From<mlx_rs::error::Exception> for Refusal {
         } else {
             Self::new(ErrorCode::Internal, format!("the device failed: {message}"))
         }
+    }
+}
+
+impl From<ConstraintError> for Refusal {
+    fn from(error: ConstraintError) -> Self {
+        let code = if error.is_bad_format() { ErrorCode::BadFormat } else { ErrorCode::Internal };
+        Self::new(code, error.to_string())
     }
 }
 

@@ -166,7 +166,7 @@ pub fn serve(
                     let done = cancelled_before_start(&job.id, Some(job.arrived));
                     engine.host.finish(&job.id, Event::Done(Box::new(done)));
                 }
-                Ok(Command::Run(job)) => engine.run(&job),
+                Ok(Command::Run(job)) => engine.run(*job),
                 Ok(Command::ClearCache) => {
                     memory::clear_cache();
                     engine.refresh_board();

@@ -5,15 +5,16 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use lookahead_protocol::request::{Generate, Input, Message, Render, Verify};
+use lookahead_protocol::request::{self as wire, Generate, Input, Message, Render, Verify};
 use lookahead_protocol::ErrorCode;
 use serde_json::Value;
 
 use super::job::{Job, Refusal};
 use super::text::TextStack;
 use crate::host::registry::CancelFlag;
+use crate::sample::constraint::{Constraint, Format, Start};
 use crate::sample::SamplingOptions;
-use crate::text::{Bos, RenderOptions, StopSet, TemplateError};
+use crate::text::{Bos, RenderOptions, StopSet, TemplateError, THINK_CLOSE};
 
 /// A request as it came in.
 #[derive(Debug)]
@@ -50,7 +51,15 @@ pub fn prepare(text: &TextStack, incoming: Incoming) -> Result<Job, Refusal> {
     }
     let budget = options.num_predict.unwrap_or(usize::MAX).min(limit - tokens.len());
     let seeded = options.seed.is_some();
-    let verify = request.draft.verify.unwrap_or(if seeded { Verify::Coupled } else { Verify::Rejection });
+    let constraint = request.format.as_ref().map(|format| constraint(text, format, think_open)).transpose()?;
+    // Drafts that the grammar forbids are dropped unseen. The coupled rule yields the target's own choices whatever was
+    // drafted, while the residual of the rejection rule would have to know what was dropped.
+    let verify = match (&constraint, request.draft.verify) {
+        (Some(_), _) => Verify::Coupled,
+        (None, Some(rule)) => rule,
+        (None, None) if seeded => Verify::Coupled,
+        (None, None) => Verify::Rejection,
+    };
     Ok(Job {
         id: request.id,
         arrived,
@@ -62,12 +71,22 @@ pub fn prepare(text: &TextStack, incoming: Incoming) -> Result<Job, Refusal> {
         options,
         draft: request.draft,
         verify,
-        format: request.format,
-        think_open,
+        constraint,
         logprobs: request.logprobs.map(|wanted| usize::from(wanted.top)),
         cache: request.cache,
         progress: request.progress,
     })
+}
+
+fn constraint(text: &TextStack, format: &wire::Format, think_open: bool) -> Result<Constraint, Refusal> {
+    let format = match format {
+        wire::Format::Json => Format::Json,
+        wire::Format::Schema(schema) => Format::Schema(Value::Object(schema.clone())),
+        wire::Format::Grammar(grammar) => Format::Lark(grammar.clone()),
+        wire::Format::Regex(regex) => Format::Regex(regex.clone()),
+    };
+    let start = if think_open { Start::After(THINK_CLOSE.to_owned()) } else { Start::AtOnce };
+    Ok(Constraint::new(&text.constraints, &format, start)?)
 }
 
 /// Unpredictable, and different in every process: the standard library keys its hasher from the system.

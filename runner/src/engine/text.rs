@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use serde_json::Value;
 
 use crate::model::config::ModelConfig;
+use crate::sample::constraint::ConstraintFactory;
 use crate::sample::GenerationDefaults;
 use crate::text::{ChatTemplate, EosSet, TextError, Tokenizer};
 
@@ -20,6 +21,8 @@ pub struct TextStack {
     pub template: ChatTemplate,
     /// Ids that end a generation.
     pub eos: Arc<EosSet>,
+    /// Builds constraints on the output.
+    pub constraints: ConstraintFactory,
     /// Sampling values of the checkpoint.
     pub defaults: GenerationDefaults,
     /// Most tokens of prompt and answer together.
@@ -49,7 +52,10 @@ impl TextStack {
             }
             Err(_) => GenerationDefaults::default(),
         };
+        let set = EosSet::clone(&eos);
+        let constraints = ConstraintFactory::new(Arc::clone(&tokenizer), set, config.vocab_size);
         Ok(Self {
+            constraints,
             tokenizer,
             template,
             eos,
