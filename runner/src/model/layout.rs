@@ -139,14 +139,12 @@ pub fn trunk(config: &ModelConfig, checkpoint: &Checkpoint) -> Vec<Wanted> {
         plain("norm.weight", &[d]),
     ];
     for (index, (kind, sparse)) in config.layers.iter().zip(&config.sparse).enumerate() {
-        layer(
-            &mut out,
-            config,
-            checkpoint,
-            &format!("layers.{index}"),
-            *kind,
-            *sparse,
-        );
+        let path = format!("layers.{index}");
+        layer(&mut out, config, checkpoint, &path, *kind, *sparse);
+        // One absent layer is enough for an error; a config that claims many more must not cost memory.
+        if !checkpoint.has(&format!("{path}.input_layernorm.weight")) {
+            break;
+        }
     }
     out
 }
@@ -244,7 +242,14 @@ fn mixture(out: &mut Vec<Wanted>, moe: &MoeConfig, checkpoint: &Checkpoint, p: &
             out.push(matrix(format!("{p}.switch_mlp.up_proj"), &[e, inter, d]));
             out.push(matrix(format!("{p}.switch_mlp.down_proj"), &[e, d, inter]));
         }
-        Experts::Each => (0..e).for_each(|i| swiglu(out, &format!("{p}.experts.{i}"), d, inter)),
+        Experts::Each => {
+            for i in 0..e {
+                swiglu(out, &format!("{p}.experts.{i}"), d, inter);
+                if !has_module(checkpoint, &format!("{p}.experts.{i}.gate_proj")) {
+                    break;
+                }
+            }
+        }
     }
     swiglu(out, &format!("{p}.shared_expert"), d, moe.shared_intermediate);
     out.push(matrix(format!("{p}.shared_expert_gate"), &[1, d]));
