@@ -67,6 +67,11 @@ impl Caches {
         self.offset
     }
 
+    /// Layers with keys and values.
+    pub fn kv_layers(&self) -> usize {
+        self.layers.iter().filter(|layer| matches!(layer, LayerCache::Kv(_))).count()
+    }
+
     /// Called by a model at the end of a forward of `rows` tokens.
     pub fn advance(&mut self, rows: i32) {
         self.offset += rows;

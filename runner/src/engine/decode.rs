@@ -63,6 +63,11 @@ pub fn ids_array(ids: &[u32]) -> Array {
 }
 
 impl Decoding<'_> {
+    /// Bytes of its caches.
+    pub fn bytes(&self) -> u64 {
+        self.caches.bytes() + self.drafter.as_ref().map_or(0, Drafter::bytes)
+    }
+
     fn dispatch(&mut self, ids: Array) -> Result<Step, Refusal> {
         let before = self.caches.mark();
         let slot = self.caches.offset();

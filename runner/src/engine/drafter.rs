@@ -117,6 +117,27 @@ impl<'m> Drafter<'m> {
         Ok(())
     }
 
+    /// Levels the head's cache with the trunk's: every pair is written, the one of the last consumed token and `current`
+    /// included, so that both can be stored slot by slot. [`Drafter::unsettle`] comes before the next draft.
+    pub fn settle(&mut self, current: u32, target: &Caches) -> Result<()> {
+        let extra = match &self.frontier {
+            Some(frontier) if self.caches.offset() + self.waiting < self.consumed => {
+                Some((Array::from_slice(&[current as i32], &[1, 1]), frontier.clone()))
+            }
+            _ => None,
+        };
+        if let Some((tokens, states)) = self.take_pending(extra)? {
+            self.run(&tokens, &states, target)?;
+            eval(self.caches.arrays())?;
+        }
+        Ok(())
+    }
+
+    /// Forgets the pair of the last consumed token again: its output is where the next draft begins.
+    pub fn unsettle(&mut self) {
+        self.caches.rewind(self.consumed - 1);
+    }
+
     /// Draws `depth` tokens after `current` ([1, 1]), the token that the trunk consumes next; `position` is that of the first
     /// draft. Lazy: nothing is evaluated.
     pub fn draft(
@@ -151,14 +172,6 @@ impl<'m> Drafter<'m> {
         // Chained slots hold the head's own states; accepted ones are rewritten from the trunk's with the next first call.
         self.caches.rewind(settled);
         Ok(drafts)
-    }
-
-    /// Arrays to evaluate so that no graph is kept.
-    pub fn arrays(&self) -> Vec<&Array> {
-        let mut out = self.caches.arrays();
-        out.extend(self.frontier.iter());
-        out.extend(self.pending.iter().map(|pair| &pair.1));
-        out
     }
 
     /// Bytes held.

@@ -9,18 +9,23 @@ use lookahead_protocol::event::{Done, DoneReason, Phase, Prefill, Prompt};
 use lookahead_protocol::request::{DraftMode, DraftOptions};
 use lookahead_protocol::{ErrorCode, Event};
 use mlx_rs::transforms::eval;
+use mlx_rs::Array;
 
 use super::decode::{ids_array, Decoding};
 use super::drafter::Drafter;
 use super::emit::{Emitter, Finish};
 use super::job::{Job, Refusal};
+use super::prefix::{Live, Path};
 use super::stats::RoundStats;
 use super::{Engine, Settings};
 use crate::host::board::{nanos, Running};
-use crate::mlx::memory;
+use crate::cache::Snapshot;
+use crate::mlx::{memory, ops};
 use crate::model::{Batch, Model as _};
+use crate::prefix::plan::{Capture, PointKind, Role, Turn};
 use crate::sample::constraint::Constraint;
 use crate::sample::{Sampler, Vocabulary};
+use crate::text::Specials;
 use crate::speculate::depth::{Context, Mode, Plan, Policy, RoundSample};
 
 /// What a finished request leaves to tell.
@@ -76,7 +81,13 @@ impl Engine {
         }
         let queued = nanos(job.arrived);
         let model = std::rc::Rc::clone(&self.model);
-        let cached = 0;
+        let mut caches = model.new_caches();
+        let mut path = (job.cache && self.prefix.is_on()).then(|| self.prefix.path(&job.tokens, &[]));
+        let (restored, matched) = match &path {
+            Some(path) => self.prefix.find(path, caches.kv_layers()),
+            None => (None, 0),
+        };
+        let cached = restored.as_ref().map_or(0, |restored| restored.offset);
         self.host.outbox.push(Event::Prompt(Prompt {
             id: job.id.clone(),
             tokens: job.tokens.len() as u64,
@@ -94,25 +105,44 @@ impl Engine {
             });
         });
         let policy = policy(&job.draft, &self.settings);
-        let head = model.self_draft().filter(|_| policy != Policy::Off);
+        // A stored prefix has the head's key-values in it, so the head follows along also where the request doesn't draft.
+        let head = model.self_draft().filter(|_| policy != Policy::Off || path.is_some());
+        let mut drafter = head.map(Drafter::new);
+        if let Some(restored) = restored {
+            caches.restore(restored.offset as i32, restored.trunk, Some(&restored.snapshot))?;
+            if let Some(drafter) = &mut drafter {
+                match (restored.head, restored.frontier) {
+                    (Some(head), Some(frontier)) => drafter.restore(restored.offset as i32, head, frontier)?,
+                    _ => return Err(Refusal::new(ErrorCode::Internal, "a cached prefix lacks the head's state")),
+                }
+            }
+        }
+        let mut captures = Vec::new();
+        if let Some(path) = &path {
+            captures = self.prefix.captures(path, &self.turns(&job.tokens), cached, matched);
+            caches.schedule(&captures.iter().map(|c| c.offset as i32).collect::<Vec<_>>());
+        }
         let vocabulary = Vocabulary {
             logits: model.vocabulary_size() as usize,
             tokens: self.text.tokenizer.len(),
         };
         let mut decoding = Decoding {
             model: &*model,
-            caches: model.new_caches(),
-            drafter: head.map(Drafter::new),
+            caches,
+            drafter,
             sampler: Sampler::new(&job.options, job.verify, job.seed, vocabulary, &job.tokens, self.path),
             emitter: Emitter::new(job, &self.text),
             constraint,
-            consumed: Vec::new(),
+            consumed: job.tokens[..cached].to_vec(),
             current: 0,
             stats: RoundStats::default(),
         };
         let start = Instant::now();
-        let through = self.prefill(job, &mut decoding)?;
+        let (through, frontiers) = self.prefill(job, &mut decoding, &captures)?;
         let prefill = nanos(start);
+        if let Some(path) = &path {
+            self.keep_captures(job, &mut decoding, path, &captures, frontiers)?;
+        }
         let start = Instant::now();
         let finish = match (through, job.budget) {
             (false, _) => Finish::Cancelled,
@@ -126,6 +156,15 @@ impl Engine {
                 self.decode(job, &mut decoding, policy)?
             }
         };
+        let decoded = nanos(start);
+        if let Some(path) = &mut path {
+            if decoding.stats != RoundStats::default() {
+                let mut tail = decoding.consumed[job.tokens.len()..].to_vec();
+                tail.push(decoding.current);
+                self.prefix.extend(path, &tail);
+                self.keep_rest(&mut decoding, path)?;
+            }
+        }
         let finish = match (decoding.emitter.finish(&self.host.outbox), finish) {
             (Some(stop), Finish::Length) => Finish::Stop(Some(stop)),
             (_, finish) => finish,
@@ -133,7 +172,7 @@ impl Engine {
         Ok(Outcome {
             finish,
             prefill,
-            decode: nanos(start),
+            decode: decoded,
             cached,
             delivered: decoding.emitter.delivered(),
             stats: decoding.stats,
@@ -141,14 +180,21 @@ impl Engine {
         })
     }
 
-    /// Evaluates all prompt tokens but the last, which the first decode step consumes. False if cancelled on the way.
-    fn prefill(&self, job: &Job, decoding: &mut Decoding<'_>) -> Result<bool, Refusal> {
+    /// Evaluates all prompt tokens but the last, which the first decode step consumes. False if cancelled on the way. Also
+    /// returns the trunk's states at the captured offsets, for the drafter of whoever starts there.
+    fn prefill(
+        &self,
+        job: &Job,
+        decoding: &mut Decoding<'_>,
+        captures: &[Capture],
+    ) -> Result<(bool, Vec<(usize, Array)>), Refusal> {
+        let mut frontiers = Vec::new();
         let total = job.tokens.len();
         let end = total - 1;
         let mut at = decoding.consumed.len();
         while at < end {
             if self.cancelled(job) {
-                return Ok(false);
+                break;
             }
             let to = end.min(at + self.settings.chunk);
             let ids = ids_array(&job.tokens[at..to]);
@@ -162,6 +208,12 @@ impl Engine {
             if let Some(drafter) = &mut decoding.drafter {
                 drafter.observe(&ids, &hidden, &decoding.caches)?;
             }
+            for offset in captures.iter().map(|c| c.offset).filter(|&offset| offset > at && offset <= to) {
+                let row = (offset - at) as i32;
+                let frontier = ops::compact(&ops::slice_axis(&hidden, 1, row - 1, row)?)?;
+                eval([&frontier])?;
+                frontiers.push((offset, frontier));
+            }
             drop(hidden);
             decoding.consumed.extend(&job.tokens[at..to]);
             at = to;
@@ -170,8 +222,87 @@ impl Engine {
             }
             self.report_prefill(job, at, total);
         }
-        decoding.current = job.tokens[end];
-        Ok(!self.cancelled(job))
+        decoding.current = job.tokens[at];
+        Ok((at == end && !self.cancelled(job), frontiers))
+    }
+
+    /// Stores what prefill has captured; where it was cancelled, also the point that it got to.
+    fn keep_captures(
+        &mut self,
+        job: &Job,
+        decoding: &mut Decoding<'_>,
+        path: &Path,
+        captures: &[Capture],
+        frontiers: Vec<(usize, Array)>,
+    ) -> Result<(), Refusal> {
+        let mut snapshots: Vec<(PointKind, Snapshot)> = Vec::new();
+        for snapshot in decoding.caches.take_snapshots()? {
+            let offset = snapshot.offset as usize;
+            let kind = captures.iter().find(|c| c.offset == offset).map_or(PointKind::Rest, |c| c.kind);
+            snapshots.push((kind, snapshot));
+        }
+        decoding.caches.schedule(&[]);
+        let reached = decoding.consumed.len();
+        let cut_short = reached + 1 < job.tokens.len();
+        if cut_short && snapshots.last().is_none_or(|(_, s)| (s.offset as usize) < reached) {
+            snapshots.extend(decoding.caches.snapshot()?.map(|s| (PointKind::Rest, s)));
+        }
+        if snapshots.is_empty() {
+            return Ok(());
+        }
+        if let Some(drafter) = &mut decoding.drafter {
+            drafter.settle(decoding.current, &decoding.caches)?;
+        }
+        for (kind, snapshot) in snapshots {
+            let offset = snapshot.offset as usize;
+            let frontier = frontiers.iter().find(|(at, _)| *at == offset).map(|(_, f)| f.clone());
+            let frontier = frontier.or_else(|| decoding.drafter.as_ref().and_then(|d| d.frontier().cloned()));
+            let live = Live { trunk: &decoding.caches, head: decoding.drafter.as_ref().map(Drafter::caches) };
+            self.prefix.keep(path, kind, snapshot, frontier, &live)?;
+        }
+        if let Some(drafter) = &mut decoding.drafter {
+            drafter.unsettle();
+        }
+        self.prefix.fit(decoding.bytes());
+        Ok(())
+    }
+
+    /// Stores where a request has come to rest.
+    fn keep_rest(&mut self, decoding: &mut Decoding<'_>, path: &Path) -> Result<(), Refusal> {
+        let Some(snapshot) = decoding.caches.snapshot()? else { return Ok(()) };
+        if let Some(drafter) = &mut decoding.drafter {
+            drafter.settle(decoding.current, &decoding.caches)?;
+        }
+        let frontier = match decoding.drafter.as_ref().and_then(Drafter::frontier) {
+            Some(frontier) => Some(ops::compact(frontier)?),
+            None => None,
+        };
+        let live = Live { trunk: &decoding.caches, head: decoding.drafter.as_ref().map(Drafter::caches) };
+        self.prefix.keep(path, PointKind::Rest, snapshot, frontier, &live)?;
+        self.prefix.fit(0);
+        self.prefix.write_behind(path);
+        Ok(())
+    }
+
+    /// The turns of a rendered conversation, found by the template's own turn tokens.
+    fn turns(&self, tokens: &[u32]) -> Vec<Turn> {
+        let Some(opening) = self.text.template.turn_markers().start() else { return Vec::new() };
+        let role = |at: usize| {
+            let head = &tokens[(at + 1).min(tokens.len())..tokens.len().min(at + 5)];
+            let text = self.text.tokenizer.decode(head, Specials::Shown).unwrap_or_default();
+            match text.split_whitespace().next() {
+                Some("system") => Role::System,
+                Some("user") => Role::User,
+                Some("assistant") => Role::Assistant,
+                _ => Role::Other,
+            }
+        };
+        tokens
+            .iter()
+            .enumerate()
+            .filter(|(_, &id)| id == opening)
+            .map(|(start, _)| Turn { start, role: role(start) })
+            .collect()
     }
 
     fn report_prefill(&self, job: &Job, done: usize, total: usize) {

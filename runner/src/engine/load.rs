@@ -10,6 +10,7 @@ use lookahead_protocol::event::{DraftInfo, LoadProgress, LoadStage, MemoryInfo, 
 use lookahead_protocol::{ErrorCode, Event};
 
 use super::job::Refusal;
+use super::prefix::PrefixCache;
 use super::text::{Awaited, TextStack};
 use super::Settings;
 use crate::host::latch::Latch;
@@ -22,6 +23,7 @@ use crate::model::quant::ModuleQuant;
 use crate::model::qwen3_5::{load, Build, Qwen35};
 use crate::model::weights::{ModelError, Precision, Weights};
 use crate::model::Model as _;
+use crate::prefix::disk::{DiskConfig, DiskStore, FingerprintBuilder};
 
 /// A model ready to run, with what the host is told of it.
 #[derive(Debug)]
@@ -34,6 +36,8 @@ pub struct LoadedModel {
     pub ready: Ready,
     /// How the parts are computed.
     pub path: Path,
+    /// An empty prefix cache, its disk tier opened.
+    pub prefix: PrefixCache,
 }
 
 fn refusal(error: &LoadError) -> Refusal {
@@ -125,7 +129,35 @@ pub fn load_model(
         memory: MemoryInfo { weights: loaded.bytes, limit },
         load_duration: u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
     };
-    Ok(Some(LoadedModel { model: loaded.model, text: stack, ready, path }))
+    let drafts = loaded.model.self_draft().is_some();
+    let disk = open_disk(settings, &checkpoint, path, drafts);
+    let prefix = PrefixCache::new(settings.cache, drafts, disk);
+    Ok(Some(LoadedModel { model: loaded.model, text: stack, ready, path, prefix }))
+}
+
+/// Opens the disk tier where it is on; a tier that can't be opened is a warning.
+fn open_disk(settings: &Settings, checkpoint: &Checkpoint, path: Path, drafts: bool) -> Option<DiskStore> {
+    let directory = settings.cache_dir.clone().filter(|_| settings.cache.disk > 0)?;
+    let mut facts = FingerprintBuilder::new()
+        .fact("format", b"1")
+        .fact("numerics", format!("{path:?}").as_bytes())
+        .fact("head", &[u8::from(drafts)])
+        .fact("config", serde_json::to_string(&checkpoint.config().raw).unwrap_or_default().as_bytes());
+    for tensor in checkpoint.tensors() {
+        // The ends and a stride between them: enough to tell trained weights apart without reading all of them.
+        let stride = (tensor.data.len() / 64).max(1);
+        let sample: Vec<u8> = tensor.data.iter().step_by(stride).copied().collect();
+        facts = facts
+            .fact(tensor.name, format!("{:?} {:?}", tensor.dtype, tensor.shape).as_bytes())
+            .fact("sample", &sample);
+    }
+    match DiskStore::open(DiskConfig::new(directory, facts.finish(), settings.cache.disk)) {
+        Ok(store) => Some(store),
+        Err(error) => {
+            tracing::warn!("the disk tier of the prefix cache is off: {error}");
+            None
+        }
+    }
 }
 
 fn draft_info(plan: &Plan, model: &Qwen35, settings: &Settings) -> DraftInfo {

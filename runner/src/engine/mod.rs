@@ -8,6 +8,7 @@ mod emit;
 mod generate;
 pub mod job;
 mod load;
+mod prefix;
 pub mod prepare;
 mod stats;
 pub mod text;
@@ -23,8 +24,10 @@ use lookahead_protocol::Event;
 use crate::host::Host;
 use crate::mlx::{memory, Backend, Path};
 use crate::model::qwen3_5::Qwen35;
+use crate::prefix::budget::Budgets;
 use crate::speculate::depth::{DepthController, DepthLimits, DepthModel};
 use job::{Job, Refusal};
+use prefix::PrefixCache;
 use stats::RoundStats;
 use text::{Awaited, TextStack};
 
@@ -32,6 +35,9 @@ pub use generate::cancelled_before_start;
 
 /// The deepest draft that any request gets.
 pub const DEEPEST: usize = 16;
+
+/// How long an ending process may take to write prefixes that wait for the disk.
+const LAST_WRITES: std::time::Duration = std::time::Duration::from_millis(500);
 
 /// `--draft`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,6 +93,10 @@ pub struct Settings {
     pub draft: DraftFlag,
     /// Bytes that weights and caches may take.
     pub memory_limit: u64,
+    /// Budgets of the prefix cache's tiers.
+    pub cache: Budgets,
+    /// Where the disk tier lives, where it is on.
+    pub cache_dir: Option<PathBuf>,
     /// Whether to keep off the GPU.
     pub force_cpu: bool,
 }
@@ -112,6 +122,7 @@ pub struct Engine {
     draft: DraftInfo,
     totals: RoundStats,
     weights: u64,
+    prefix: PrefixCache,
 }
 
 /// What other threads ask of the engine.
@@ -153,6 +164,7 @@ pub fn serve(
         draft: loaded.ready.draft.clone(),
         totals: RoundStats::default(),
         weights: loaded.ready.memory.weights,
+        prefix: loaded.prefix,
         settings,
     };
     engine.refresh_board();
@@ -168,6 +180,7 @@ pub fn serve(
                 }
                 Ok(Command::Run(job)) => engine.run(*job),
                 Ok(Command::ClearCache) => {
+                    engine.prefix.clear();
                     memory::clear_cache();
                     engine.refresh_board();
                 }
@@ -177,6 +190,7 @@ pub fn serve(
         }
     }
     cancel_outstanding(&engine.host);
+    engine.prefix.flush(LAST_WRITES);
     Ending::Orderly
 }
 
@@ -199,7 +213,7 @@ impl Engine {
         let usage = memory::usage();
         let stats = self.totals.to_wire();
         let mut draft = DraftStatus::new(self.draft.clone(), &stats);
-        draft.selected = None;
+        let cache = self.prefix.status(0);
         self.host.board.update(|figures| {
             figures.memory = MemoryStatus {
                 active: usage.active,
@@ -209,6 +223,7 @@ impl Engine {
                 weights: self.weights,
             };
             figures.draft = Some(draft);
+            figures.cache = Some(cache);
         });
     }
 

@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::engine::{DraftFlag, Settings};
+use crate::prefix::budget::{Budgets, Size};
+use crate::prefix::disk::default_directory;
 
 /// Serves one model over line-delimited JSON on stdin and stdout.
 #[derive(Debug, Clone, Parser)]
@@ -29,7 +31,19 @@ pub struct Args {
     pub chunk: u32,
     /// Bytes that weights and caches may take, such as 12GiB or 70%; default: three quarters of the memory.
     #[arg(long, value_name = "BYTES")]
-    pub memory_limit: Option<String>,
+    pub memory_limit: Option<Size>,
+    /// Device memory for the prefix cache, such as 2GiB or 20% (of the memory limit); 0 switches it off.
+    #[arg(long, value_name = "SIZE", default_value = "20%")]
+    pub cache_device: Size,
+    /// Host memory for prefixes that leave the device; of no use where both are the same memory.
+    #[arg(long, value_name = "SIZE", default_value = "0")]
+    pub cache_host: Size,
+    /// Disk space for prefixes, which survive a restart; off unless given, since prompts are private.
+    #[arg(long, value_name = "SIZE", default_value = "0")]
+    pub cache_disk: Size,
+    /// Directory of the disk tier; default: lookahead in the user's cache directory.
+    #[arg(long, value_name = "DIR")]
+    pub cache_dir: Option<PathBuf>,
     /// Longest input line in bytes.
     #[arg(long, default_value_t = lookahead_protocol::request::DEFAULT_MAX_LINE_BYTES)]
     pub max_line_bytes: usize,
@@ -55,12 +69,32 @@ impl Args {
             chunk: self.chunk as usize,
             draft: self.draft,
             memory_limit: self.memory_limit(),
+            cache: Budgets {
+                device: self.cache_device.resolve(self.memory_limit()),
+                host: self.cache_host.resolve(total_memory()),
+                // A share of a disk is a share of what is free on it.
+                disk: self.cache_disk.resolve(self.free_disk()),
+            },
+            cache_dir: self.cache_dir.clone().or_else(|| default_directory(|name| std::env::var_os(name))),
             force_cpu: self.cpu,
         }
     }
 
+    fn free_disk(&self) -> u64 {
+        let dir = self.cache_dir.clone().unwrap_or_else(std::env::temp_dir);
+        let Ok(path) = std::ffi::CString::new(dir.as_os_str().as_encoded_bytes()) else { return 0 };
+        // SAFETY: `statvfs` fills the zeroed struct; the path is NUL-terminated.
+        unsafe {
+            let mut stat: libc::statvfs = std::mem::zeroed();
+            if libc::statvfs(path.as_ptr(), &mut stat) != 0 {
+                return 0;
+            }
+            (stat.f_bavail as u64).saturating_mul(stat.f_frsize as u64)
+        }
+    }
+
     fn memory_limit(&self) -> u64 {
-        total_memory() / 4 * 3
+        self.memory_limit.map_or(total_memory() / 4 * 3, |size| size.resolve(total_memory()))
     }
 }
 
