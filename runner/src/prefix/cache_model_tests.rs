@@ -5,6 +5,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::prefix::fake::{FakePayloads, FakePoint, FakeSegment};
+use crate::prefix::key::path_hash;
+use crate::prefix::plan::PointKind;
 
 #[derive(Clone, Debug)]
 struct Request {

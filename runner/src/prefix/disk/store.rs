@@ -202,7 +202,7 @@ impl DiskStore {
         state.index.leads_to((end, path)) || state.pending.iter().any(coming)
     }
 
-    /// Read an entry of the path `keys` and mark it used. None where it has vanished, is damaged or foreign: it is then no
+    /// Read an entry and mark it used; `keys` are those of its whole path, from position 0 on. None where it has vanished, is damaged or foreign: it is then no
     /// longer found, and for the latter two a warning is kept.
     pub fn load(&self, name: Name, keys: &[Key]) -> Option<Vec<Tensor>> {
         let begun = Instant::now();
