@@ -1,0 +1,14 @@
+//! Speculative decoding: how drafts are proposed, judged, kept and paid for.
+//!
+//! Invariant: whatever is drafted, the tokens that a request receives have the distribution of plain decoding.
+
+pub mod acceptance;
+pub mod cost;
+pub mod depth;
+pub mod health;
+pub mod probe;
+
+#[cfg(test)]
+mod depth_tests;
+#[cfg(test)]
+mod sim_tests;
