@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 /// rates of intact heads lie between 0.5 and 0.95.
 const PRIOR: (f64, f64) = (0.7, 4.0);
 /// Rate of an untested position relative to the one before it; published conditional rates are nearly flat.
-const DECAY: f64 = 0.95;
+const DECAY: f64 = 0.98;
 /// Tests that a position's average stands for at most.
 const MEMORY: f64 = 100.0;
 /// Weight that age leaves at least.
@@ -270,12 +270,12 @@ mod tests {
     fn untested_positions_take_after_the_deepest_tested_one() {
         let mut acceptance = Acceptance::default();
         assert_eq!(acceptance.rate(1), 0.7);
-        assert!((acceptance.rate(3) - 0.7 * 0.95 * 0.95).abs() < 1e-12);
+        assert!((acceptance.rate(3) - 0.7 * DECAY * DECAY).abs() < 1e-12);
         for _ in 0..100 {
             acceptance.observe(1, 1, 1);
         }
         assert!(acceptance.rate(1) > 0.98);
-        assert!((acceptance.rate(2) - acceptance.rate(1) * 0.95).abs() < 1e-12);
+        assert!((acceptance.rate(2) - acceptance.rate(1) * DECAY).abs() < 1e-12);
     }
 
     #[test]

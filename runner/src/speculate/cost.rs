@@ -170,19 +170,29 @@ impl CostTable {
     }
 
     /// What a depth may be hoped to cost: its known cost, a line between known neighbours, or beyond the deepest
-    /// known one half as steep a rise as that of the drafting depths before it. `None` while nothing is known.
+    /// known one the rise of the drafting depths before it without their dearest step, since a jump at one width is
+    /// seldom followed by another. `None` while nothing is known.
     #[must_use]
     pub fn hoped(&self, depth: usize) -> Option<f64> {
-        self.estimate(depth, 0.5)
+        self.estimate(depth, |total, largest, steps| {
+            if steps > 1 {
+                (total - largest) / (steps - 1) as f64
+            } else {
+                0.0
+            }
+        })
     }
 
-    /// What a depth is likely to cost: like [`hoped`](Self::hoped), but rising on at full.
+    /// What a depth is likely to cost: like [`hoped`](Self::hoped), but with all steps counted.
     #[must_use]
     pub fn likely(&self, depth: usize) -> Option<f64> {
-        self.estimate(depth, 1.0)
+        self.estimate(
+            depth,
+            |total, _, steps| if steps > 0 { total / steps as f64 } else { 0.0 },
+        )
     }
 
-    fn estimate(&self, depth: usize, steepness: f64) -> Option<f64> {
+    fn estimate(&self, depth: usize, slope: impl Fn(f64, f64, usize) -> f64) -> Option<f64> {
         if let Some(known) = self.known(depth) {
             return Some(known);
         }
@@ -193,9 +203,11 @@ impl CostTable {
             (None, Some((_, seconds))) => Some(seconds),
             (Some((last, seconds)), None) => {
                 // The step from plain decoding to drafting says nothing about the steps from draft to draft.
-                let first = (1..last).find_map(|d| Some((d, self.known(d)?)));
-                let slope = first.map_or(0.0, |(first, cost)| (seconds - cost) / (last - first) as f64);
-                Some(seconds + steepness * slope.max(0.0) * (depth - last) as f64)
+                let drafting: Vec<f64> = (1..=last).filter_map(|d| self.known(d)).collect();
+                let steps = drafting.windows(2).map(|pair| pair[1] - pair[0]);
+                let largest = steps.clone().fold(0.0, f64::max);
+                let rise = slope(steps.clone().sum(), largest, steps.count()).max(0.0);
+                Some(seconds + rise * (depth - last) as f64)
             }
             (None, None) => None,
         }
@@ -293,8 +305,11 @@ mod tests {
         assert_eq!(table.hoped(1), Some(1.5));
         // A dear first draft doesn't make the next ones dear.
         assert_eq!((table.hoped(4), table.likely(4)), (Some(2.0), Some(2.0)));
-        table.seed(4, 3.0);
-        assert_eq!((table.hoped(6), table.likely(6)), (Some(3.5), Some(4.0)));
+        table.seed(3, 2.5);
+        assert_eq!((table.hoped(5), table.likely(5)), (Some(2.5), Some(3.5)));
+        // A jump at one width is not hoped to go on.
+        table.seed(4, 5.0);
+        assert_eq!((table.hoped(6), table.likely(6)), (Some(6.0), Some(8.0)));
     }
 
     #[test]

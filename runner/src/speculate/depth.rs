@@ -5,48 +5,26 @@
 //!
 //! The score of depth `n` is `(1 + Σ_{k≤n} Π_{i≤k} a_i) / cost(n)` with the live acceptance `a_i` of each
 //! position and the live cost of each depth. Depth 0 is pipelined plain decoding: a plan then says for how many
-//! steps the plain decoder may run by itself. A depth is selected only over known costs; [`Prober`] decides when
-//! others are measured. Where costs were measured at load, any depth may be selected at once, since one deep
+//! steps the plain decoder may run by itself. A depth is selected only over known costs; [`Prober`](super::probe::Prober)
+//! decides when others are measured. Where costs were measured at load, any depth may be selected at once, since one deep
 //! round tests all positions; where they weren't, depths are explored one after the other.
 
-use super::acceptance::Acceptance;
 use super::cost::{CostRow, CostTable};
 use super::health::{Health, HealthWatch};
-use super::probe::{Entry, Prober, BURST, GLANCE};
+use super::memory::bucket;
+use super::probe::Entry;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+
+pub use super::memory::{DepthModel, DepthModelError};
 
 /// Deepest draft that any configuration can ask for.
 pub const DEEPEST: usize = 16;
-/// Advantage with which a challenger replaces the selected depth at once.
-const MARGIN: f64 = 0.03;
-/// Smaller advantages add up over the rounds; sums with which a challenger replaces plain decoding never, a
-/// depth in favour of another one, and a depth in favour of plain decoding.
-const LASTING: (f64, f64) = (0.4, 0.15);
-/// Part of an advantage that doesn't count.
-const DRAIN: f64 = 0.002;
-/// Rounds after which a cost near the selected one is measured again.
-const STALE: u64 = 512;
-/// Relative distance of a score from the selected one from which on a cost may age fully.
-const DISTANT: f64 = 0.25;
-/// Least share of that age at which plain decoding, and other depths, are measured again in a close contest.
-const PATIENT: (f64, f64) = (0.06, 0.2);
-/// Relative distance of a score within which a neighbour is measured at length.
-const CLOSE: f64 = 0.05;
-/// Most that a stale cost is hoped to have fallen when nothing else speaks for measuring it.
-const RELIEF: f64 = 0.75;
-/// Depths beyond the first unknown one that exploring may aim at.
-const AHEAD: usize = 2;
 /// Plain steps of one plan while no burst is due or affordable.
 const PATIENCE: u32 = 32;
 /// Samples that a stretch of plain steps timed as a whole counts for at most.
 const STRETCH: u32 = 8;
 /// Plain steps that a round of unknown cost is charged at most.
 const MOST: f64 = 32.0;
-/// First context length of the second bucket; each further bucket is twice as long.
-const BUCKET: usize = 1024;
-/// Layout of the saved state.
-const VERSION: u32 = 1;
 
 /// How a request samples; costs and acceptance are kept apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -117,259 +95,6 @@ pub struct RoundSample {
     pub accepted: usize,
     /// Wall time from this round's start to the next one's, in seconds; `None` where it isn't representative.
     pub seconds: Option<f64>,
-}
-
-/// What is known for one way of sampling.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-struct State {
-    acceptance: Acceptance,
-    /// Costs by context-length bucket.
-    costs: BTreeMap<u8, CostTable>,
-    selected: usize,
-    /// Sum of the small advantages of challengers.
-    lead: f64,
-    prober: Prober,
-    rounds: u64,
-}
-
-/// All that was learnt about drafting with a model; kept across requests and savable with its disk cache.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct DepthModel {
-    version: u32,
-    greedy: State,
-    sampled: State,
-}
-
-/// A saved depth model that can't be used.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum DepthModelError {
-    /// Written by another version.
-    #[error("depth model has version {0}, expected {VERSION}")]
-    Version(u32),
-    /// A value is out of its range.
-    #[error("depth model for {0:?} requests holds values out of range")]
-    Damaged(Mode),
-}
-
-impl Default for DepthModel {
-    fn default() -> Self {
-        Self {
-            version: VERSION,
-            greedy: State::default(),
-            sampled: State::default(),
-        }
-    }
-}
-
-impl DepthModel {
-    /// Checks a state read back from a file, so that none can lead to a panic or an unbounded plan.
-    pub fn checked(self) -> Result<Self, DepthModelError> {
-        if self.version != VERSION {
-            return Err(DepthModelError::Version(self.version));
-        }
-        for (mode, state) in [(Mode::Greedy, &self.greedy), (Mode::Sampled, &self.sampled)] {
-            let sound = state.acceptance.is_sound(DEEPEST)
-                && state.costs.values().all(|table| table.is_sound(DEEPEST))
-                && state.selected <= DEEPEST
-                && state.lead.is_finite()
-                && state.prober.is_sound(DEEPEST);
-            if !sound {
-                return Err(DepthModelError::Damaged(mode));
-            }
-        }
-        Ok(self)
-    }
-
-    fn state(&self, mode: Mode) -> &State {
-        match mode {
-            Mode::Greedy => &self.greedy,
-            Mode::Sampled => &self.sampled,
-        }
-    }
-
-    fn state_mut(&mut self, mode: Mode) -> &mut State {
-        match mode {
-            Mode::Greedy => &mut self.greedy,
-            Mode::Sampled => &mut self.sampled,
-        }
-    }
-
-    /// Makes sure that there is a cost table for a context length, taking the nearest one's costs as seeds.
-    fn prepare(&mut self, mode: Mode, bucket: u8) {
-        if self.state(mode).costs.contains_key(&bucket) {
-            return;
-        }
-        let other = match mode {
-            Mode::Greedy => Mode::Sampled,
-            Mode::Sampled => Mode::Greedy,
-        };
-        let seeds = [mode, other]
-            .into_iter()
-            .find_map(|mode| self.state(mode).nearest(bucket));
-        self.state_mut(mode)
-            .costs
-            .insert(bucket, seeds.unwrap_or_default());
-    }
-}
-
-/// The bucket of a context length: 0 below 1,024 tokens, then one per doubling.
-fn bucket(length: usize) -> u8 {
-    let doublings = usize::BITS - (length / BUCKET).leading_zeros();
-    u8::try_from(doublings).unwrap_or(u8::MAX)
-}
-
-impl State {
-    fn nearest(&self, bucket: u8) -> Option<CostTable> {
-        let (_, table) = self
-            .costs
-            .iter()
-            .min_by_key(|(&known, _)| known.abs_diff(bucket))?;
-        Some(table.as_seeds())
-    }
-
-    fn score(&self, costs: &CostTable, depth: usize) -> Option<f64> {
-        Some(self.acceptance.expected(depth) / costs.known(depth)?)
-    }
-
-    /// The best known depth up to `deepest`; the shallowest of equals.
-    fn best(&self, costs: &CostTable, deepest: usize) -> (usize, f64) {
-        let scores = (0..=deepest).filter_map(|depth| Some((depth, self.score(costs, depth)?)));
-        scores.fold((0, 0.0), |best, next| if next.1 > best.1 { next } else { best })
-    }
-
-    /// Settles on a depth: the best one, unless the incumbent is nearly as good.
-    fn select(&mut self, costs: &CostTable, deepest: usize) -> usize {
-        let (best, top) = self.best(costs, deepest);
-        let incumbent = Some(self.selected).filter(|&depth| depth <= deepest);
-        let advantage = incumbent
-            .and_then(|d| self.score(costs, d))
-            .map_or(f64::INFINITY, |own| top / own - 1.0);
-        // While parked nothing is learnt about acceptance, so time is no evidence for drafting.
-        self.lead = if self.selected > 0 {
-            (self.lead + advantage.min(MARGIN) - DRAIN).max(0.0)
-        } else {
-            0.0
-        };
-        let patience = if best == 0 { LASTING.1 } else { LASTING.0 };
-        if best != self.selected && (advantage > MARGIN || self.lead > patience) {
-            self.selected = best;
-            self.lead = 0.0;
-            self.prober.hurry();
-        }
-        self.selected
-    }
-
-    /// The depth most worth measuring, and whether it might beat the selected depth by more than the margin.
-    fn candidate(&self, costs: &CostTable, deepest: usize) -> Option<(usize, bool)> {
-        let bar = self.score(costs, self.selected)? * (1.0 + MARGIN);
-        let hoped = |depth: usize| {
-            let seconds = costs.hoped(depth)?;
-            let possible = (depth + 1) as f64 / seconds > bar;
-            possible.then(|| (depth, self.acceptance.expected_hoped(depth) / seconds))
-        };
-        // Depths beyond the first unknown one are guesses; a few of them are looked at, because a cost that jumps at
-        // one width may be flat behind it.
-        let unknown = (1..=deepest).find(|&depth| costs.known(depth).is_none());
-        let reach = unknown.map_or(deepest, |depth| deepest.min(depth + AHEAD));
-        let others = (1..=reach).filter(|&depth| depth != self.selected);
-        let (best, score) = others
-            .filter_map(hoped)
-            .max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))?;
-        Some((unknown.map_or(best, |depth| depth.min(best)), score > bar))
-    }
-
-    /// A neighbour of the selected depth whose cost nobody has measured for long.
-    fn stale(&self, costs: &CostTable, deepest: usize) -> Option<usize> {
-        let selected = self.selected;
-        let near = [0, selected.saturating_sub(1), (selected + 1).min(deepest)];
-        let bar = self.score(costs, selected)?;
-        // The closer the contest, the less it costs to measure, and the more it matters.
-        let stale = |&depth: &usize| {
-            let gap = self.score(costs, depth).map_or(1.0, |score| 1.0 - score / bar);
-            let least = if depth == 0 { PATIENT.0 } else { PATIENT.1 };
-            let patience = STALE as f64 * (gap / DISTANT).clamp(least, 1.0);
-            self.rounds.saturating_sub(costs.seen(depth)) as f64 >= patience
-        };
-        let old = near.into_iter().filter(|&depth| depth != selected).filter(stale);
-        let depth = old.min_by_key(|&depth| costs.seen(depth))?;
-        let hoped = self.acceptance.expected_hoped(depth) / (RELIEF * costs.hoped(depth)?);
-        (hoped > bar).then_some(depth)
-    }
-
-    /// Seconds that a round at `depth` is likely to lose against the selected depth.
-    fn loss(&self, costs: &CostTable, depth: usize) -> f64 {
-        let (Some(rate), Some(seconds)) = (self.score(costs, self.selected), costs.likely(depth)) else {
-            return 0.0;
-        };
-        (seconds - self.acceptance.expected(depth) / rate).max(0.0)
-    }
-
-    /// Begins a burst if the account allows it.
-    fn visit(&mut self, costs: &CostTable, depth: usize, routine: bool) -> Option<usize> {
-        let score = |depth| self.score(costs, depth);
-        let close = score(depth)
-            .zip(score(self.selected))
-            .is_some_and(|(a, b)| a > (1.0 - CLOSE) * b);
-        let rounds = match costs.known(depth) {
-            Some(_) if depth > 0 && !close => GLANCE,
-            Some(_) if depth > 0 && self.selected > 0 => 2 * BURST,
-            _ => BURST,
-        };
-        // Plain decoding is what drafting must not lose to: measuring it doesn't wait for money.
-        if depth > 0
-            && !self
-                .prober
-                .affordable(f64::from(rounds) * self.loss(costs, depth))
-        {
-            return None;
-        }
-        self.prober.begin(depth, rounds, routine);
-        Some(depth)
-    }
-
-    /// The depth to measure now instead of running at the selected one.
-    fn probe(&mut self, costs: &CostTable, deepest: usize, suspect: bool) -> Option<usize> {
-        if let Some(burst) = self.prober.burst() {
-            let wanted = burst.depth <= deepest && burst.depth != self.selected;
-            if wanted && (burst.depth == 0 || self.prober.solvent()) {
-                return Some(burst.depth);
-            }
-        }
-        let surprising = self.prober.surprising();
-        self.prober.stop();
-        let candidate = self.candidate(costs, deepest);
-        if let Some((depth, true)) = candidate {
-            let new = costs.known(depth).is_none() || !self.acceptance.explored(depth);
-            if new || surprising.is_some() {
-                if let Some(depth) = self.visit(costs, depth, false) {
-                    return Some(depth);
-                }
-            }
-        }
-        if let Some(depth) = self
-            .stale(costs, deepest)
-            .and_then(|depth| self.visit(costs, depth, false))
-        {
-            return Some(depth);
-        }
-        if !self.prober.due() {
-            return None;
-        }
-        let suspected = (suspect && self.selected == 0).then_some(1);
-        // Plain decoding teaches nothing about acceptance, so that only what can't pay at all is left alone.
-        let worthwhile = candidate.filter(|&(_, promising)| promising || self.selected == 0);
-        match self
-            .stale(costs, deepest)
-            .or(worthwhile.map(|(depth, _)| depth))
-            .or(suspected)
-        {
-            Some(depth) => self.visit(costs, depth, true),
-            None => {
-                self.prober.postpone();
-                None
-            }
-        }
-    }
 }
 
 /// Plans rounds and learns from them.

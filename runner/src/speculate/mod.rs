@@ -6,7 +6,9 @@ pub mod acceptance;
 pub mod cost;
 pub mod depth;
 pub mod health;
+pub mod memory;
 pub mod probe;
+pub mod selection;
 
 #[cfg(test)]
 mod depth_tests;
