@@ -8,9 +8,12 @@ pub mod depth;
 pub mod health;
 pub mod memory;
 pub mod probe;
+pub mod round;
 pub mod selection;
 
 #[cfg(test)]
 mod depth_tests;
+#[cfg(test)]
+mod round_tests;
 #[cfg(test)]
 mod sim_tests;

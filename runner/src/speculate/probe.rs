@@ -1,7 +1,8 @@
 //! When the depth controller may leave the depth that it believes in, to measure another one.
 //!
-//! Invariant: what measuring has lost against the selected depth never exceeds a small grant, a fixed share of
-//! the time spent, and one round; so a machine on which drafting never pays loses a bounded part of a per cent.
+//! Invariant: what measuring deeper drafts has lost against the selected depth never exceeds a small grant, a fixed
+//! share of the time spent, and one burst; so a machine on which drafting never pays loses a bounded part of a per
+//! cent. Plain decoding is measured without regard to the account: it is what drafting must not lose to.
 //!
 //! Measuring happens in short bursts. Between two bursts lie intervals that double for as long as nothing comes
 //! of them and start small again when the selection or the text changes.
