@@ -327,6 +327,7 @@ impl Engine {
             if self.cancelled(job) {
                 return Ok(Finish::Cancelled);
             }
+            self.last_context = (mode, decoding.consumed.len());
             let context = Context {
                 mode,
                 policy,
@@ -357,6 +358,11 @@ impl Engine {
                     running.generated = decoding.emitter.taken() as u64;
                 }
             });
+            if let Some(health) = self.depth.take_health() {
+                let warning = health.to_string();
+                tracing::warn!("{warning}");
+                self.warning = Some(warning);
+            }
             if let Some(finish) = finish {
                 return Ok(finish);
             }

@@ -15,12 +15,13 @@ use super::text::{Awaited, TextStack};
 use super::Settings;
 use crate::host::latch::Latch;
 use crate::host::outbox::Outbox;
-use crate::mlx::{Backend, Path};
+use crate::mlx::{gpu, Backend, Path};
 use crate::model::checkpoint::Checkpoint;
+use crate::model::config::ModelConfig;
 use crate::model::error::{LoadError, LoadErrorKind};
 use crate::model::plan::{plan, Plan, PlanOptions, VisionStatus};
 use crate::model::quant::ModuleQuant;
-use crate::model::qwen3_5::{load, Build, Qwen35};
+use crate::model::qwen3_5::{load, Qwen35};
 use crate::model::weights::{ModelError, Precision, Weights};
 use crate::model::Model as _;
 use crate::prefix::disk::{DiskConfig, DiskStore, FingerprintBuilder};
@@ -92,7 +93,8 @@ pub fn load_model(
     let widened = plan.parameters.saturating_mul(4);
     let (precision, path) = match backend {
         Backend::Cpu if widened <= limit => (Precision::Widen, Path::Cpu),
-        _ => (Precision::Native, Path::Graph),
+        Backend::Cpu => (Precision::Stored, Path::Graph),
+        Backend::Metal | Backend::Cuda => (Precision::Native, gpu_path(backend, checkpoint.config())),
     };
     if total > limit {
         let message = format!("the weights take {total} bytes, more than the memory limit of {limit}");
@@ -107,13 +109,7 @@ pub fn load_model(
         }
         !latch.is_set()
     };
-    let build = Build {
-        precision,
-        path,
-        trunk_shift: plan.convention.shift(),
-        head_shift: plan.head.convention().map(|convention| convention.shift()),
-    };
-    let loaded = match load(&Weights::new(&checkpoint, precision, &mut progress), build) {
+    let loaded = match Weights::new(&checkpoint, &plan, precision, &mut progress).and_then(|w| load(&w, path)) {
         Err(ModelError::Interrupted) => return Ok(None),
         result => result?,
     };
@@ -133,6 +129,24 @@ pub fn load_model(
     let disk = open_disk(settings, &checkpoint, path, drafts);
     let prefix = PrefixCache::new(settings.cache, drafts, disk);
     Ok(Some(LoadedModel { model: loaded.model, text: stack, ready, path, prefix }))
+}
+
+/// The fused path where this device computes it right and the model's shapes fit, else plain operations.
+fn gpu_path(backend: Backend, config: &ModelConfig) -> Path {
+    if !gpu::install(backend) {
+        return Path::Graph;
+    }
+    if config.delta.key_dim % 32 != 0 {
+        tracing::warn!("key heads of {} columns: the fused kernels take multiples of 32", config.delta.key_dim);
+        return Path::Graph;
+    }
+    match gpu::check::check() {
+        Ok(()) => Path::Gpu,
+        Err(reason) => {
+            tracing::warn!("the fused kernels are off: {reason}");
+            Path::Graph
+        }
+    }
 }
 
 /// Opens the disk tier where it is on; a tier that can't be opened is a warning.

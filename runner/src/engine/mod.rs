@@ -18,14 +18,16 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crossbeam_channel::{select, Receiver};
-use lookahead_protocol::event::{DoneReason, DraftInfo, DraftStatus, Failure, MemoryStatus};
+use lookahead_protocol::event::{
+    AcceptanceEstimate, DoneReason, DraftInfo, DraftStatus, Failure, MemoryStatus, RoundCost, SamplingKind,
+};
 use lookahead_protocol::Event;
 
 use crate::host::Host;
 use crate::mlx::{memory, Backend, Path};
 use crate::model::qwen3_5::Qwen35;
 use crate::prefix::budget::Budgets;
-use crate::speculate::depth::{DepthController, DepthLimits, DepthModel};
+use crate::speculate::depth::{Mode, DepthController, DepthLimits, DepthModel};
 use job::{Job, Refusal};
 use prefix::PrefixCache;
 use stats::RoundStats;
@@ -123,6 +125,9 @@ pub struct Engine {
     totals: RoundStats,
     weights: u64,
     prefix: PrefixCache,
+    /// Sampling kind and context length of the latest request, which `status` tells the costs of.
+    last_context: (Mode, usize),
+    warning: Option<String>,
 }
 
 /// What other threads ask of the engine.
@@ -165,6 +170,8 @@ pub fn serve(
         totals: RoundStats::default(),
         weights: loaded.ready.memory.weights,
         prefix: loaded.prefix,
+        last_context: (Mode::Greedy, 0),
+        warning: None,
         settings,
     };
     engine.refresh_board();
@@ -213,6 +220,13 @@ impl Engine {
         let usage = memory::usage();
         let stats = self.totals.to_wire();
         let mut draft = DraftStatus::new(self.draft.clone(), &stats);
+        draft.warning.clone_from(&self.warning);
+        if self.draft.active {
+            let (mode, length) = self.last_context;
+            draft.selected = Some(self.depth.selected(mode) as u32);
+            draft.cost = self.costs(mode, length);
+            draft.acceptance = [Mode::Greedy, Mode::Sampled].into_iter().flat_map(|mode| self.rates(mode)).collect();
+        }
         let cache = self.prefix.status(0);
         self.host.board.update(|figures| {
             figures.memory = MemoryStatus {
@@ -225,6 +239,37 @@ impl Engine {
             figures.draft = Some(draft);
             figures.cache = Some(cache);
         });
+    }
+
+    fn costs(&self, mode: Mode, length: usize) -> Vec<RoundCost> {
+        let rows = self.depth.costs(mode, length);
+        rows.iter()
+            .map(|row| RoundCost {
+                context: length as u64,
+                width: row.depth as u32 + 1,
+                duration: (row.seconds * 1e9) as u64,
+                samples: row.samples,
+            })
+            .collect()
+    }
+
+    fn rates(&self, mode: Mode) -> Vec<AcceptanceEstimate> {
+        let sampling = match mode {
+            Mode::Greedy => SamplingKind::Greedy,
+            Mode::Sampled => SamplingKind::Sampled,
+        };
+        let tested = |position: usize| self.totals.tested_at(position);
+        self.depth
+            .rates(mode)
+            .iter()
+            .enumerate()
+            .map(|(index, &rate)| AcceptanceEstimate {
+                sampling: sampling.clone(),
+                position: index as u32 + 1,
+                rate,
+                samples: tested(index),
+            })
+            .collect()
     }
 
     fn settle_board(&self, event: &Event, failed: bool) {

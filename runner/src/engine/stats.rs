@@ -47,6 +47,11 @@ impl RoundStats {
         self.last
     }
 
+    /// How many drafts at a position (from 0) were tested.
+    pub fn tested_at(&self, position: usize) -> u64 {
+        self.by_position.get(position).map_or(0, |counts| counts.tested)
+    }
+
     /// Adds another's counts.
     pub fn add(&mut self, other: &Self) {
         self.rounds += other.rounds;

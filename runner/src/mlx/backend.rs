@@ -11,6 +11,8 @@ pub enum Path {
     Graph,
     /// Fused float32 kernels on the host's cores.
     Cpu,
+    /// Fused kernels on the GPU, in the weights' own type.
+    Gpu,
 }
 
 /// The kind of device that MLX computes on.

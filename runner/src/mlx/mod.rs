@@ -5,6 +5,7 @@
 pub mod backend;
 pub mod cpu;
 pub mod delta;
+pub mod gpu;
 pub mod memory;
 pub mod ops;
 

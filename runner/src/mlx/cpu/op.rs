@@ -156,6 +156,7 @@ pub fn swiglu(gate_up: &Array) -> Result<Array> {
 }
 
 /// Results of [`delta_net`].
+#[derive(Debug)]
 pub struct DeltaResults {
     /// [B, L, nv * dv].
     pub y: Array,

@@ -11,7 +11,7 @@ use mlx_rs::error::Result;
 use mlx_rs::ops::concatenate;
 use mlx_rs::{Array, Dtype};
 
-use super::{cpu, ops};
+use super::{cpu, gpu, ops};
 
 /// Heads and widths of one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,8 +108,14 @@ pub struct DeltaOutput {
 /// Inputs up to this many rows take the recurrence, longer ones the chunkwise form.
 pub const STEP_ROWS: i32 = 16;
 
+/// One call of a fused mixer: packed rows, tail and state in; gated output, joined rows and states out.
+struct Fused {
+    y: Array,
+    mix: Array,
+    states: Array,
+}
+
 /// The mixer as fused kernels on the host's cores; `packed` [B, L, C + nv * dv + 2 nv] holds mix | z | b | a, float32.
-/// A cut splits the call in two.
 pub fn cpu_net(
     params: &DeltaParams,
     packed: &Array,
@@ -117,12 +123,41 @@ pub fn cpu_net(
     state: &Array,
     keep: Keep<'_>,
 ) -> Result<DeltaOutput> {
+    fused_net(params, packed, tail, state, keep, |packed, tail, state, every_row| {
+        let r = cpu::op::delta_net(params, packed, tail, state, every_row)?;
+        Ok(Fused { y: r.y, mix: r.mix, states: r.states })
+    })
+}
+
+/// The same as fused kernels on the GPU, in the type of `packed`.
+pub fn gpu_net(
+    params: &DeltaParams,
+    packed: &Array,
+    tail: &Array,
+    state: &Array,
+    keep: Keep<'_>,
+) -> Result<DeltaOutput> {
+    let kernels = gpu::kernels()?;
+    fused_net(params, packed, tail, state, keep, |packed, tail, state, every_row| {
+        let r = kernels.delta_net(params, packed, tail, state, every_row)?;
+        Ok(Fused { y: r.y, mix: r.mix, states: r.states })
+    })
+}
+
+/// A cut splits the call in two.
+fn fused_net(
+    params: &DeltaParams,
+    packed: &Array,
+    tail: &Array,
+    state: &Array,
+    keep: Keep<'_>,
+    run: impl Fn(&Array, &Array, &Array, bool) -> Result<Fused>,
+) -> Result<DeltaOutput> {
     let rows = packed.dim(1);
     let cuts = match keep {
         Keep::Rows => {
-            let r = cpu::op::delta_net(params, packed, tail, state, true)?;
-            let shape = state.shape();
-            let last = ops::slice_axis(&r.states, 1, rows - 1, rows)?.reshape(shape)?;
+            let r = run(packed, tail, state, true)?;
+            let last = ops::slice_axis(&r.states, 1, rows - 1, rows)?.reshape(state.shape())?;
             return Ok(DeltaOutput { y: r.y, mix: r.mix, last, rows: Some(r.states), cuts: Vec::new() });
         }
         Keep::Last => &[],
@@ -133,7 +168,7 @@ pub fn cpu_net(
     let mut from = 0;
     for to in cuts.iter().copied().filter(|&c| c < rows).chain([rows]) {
         let part = ops::slice_axis(packed, 1, from, to)?;
-        let r = cpu::op::delta_net(params, &part, &tail, &state, false)?;
+        let r = run(&part, &tail, &state, false)?;
         let old = params.shape.taps - 1;
         tail = ops::slice_axis(&r.mix, 1, to - from, to - from + old)?;
         // The next part's rows follow this part's, whose own tail is already there.
@@ -146,7 +181,13 @@ pub fn cpu_net(
         }
         from = to;
     }
-    let join = |mut parts: Vec<Array>| if parts.len() == 1 { Ok(parts.remove(0)) } else { concatenate(&parts, 1) };
+    let join = |mut parts: Vec<Array>| {
+        if parts.len() == 1 {
+            Ok(parts.remove(0))
+        } else {
+            concatenate(&parts, 1)
+        }
+    };
     Ok(DeltaOutput { y: join(ys)?, mix: join(mixes)?, last: state, rows: None, cuts: kept })
 }
 

@@ -11,7 +11,7 @@ use super::norm::RmsNorm;
 use super::rope::{Rope, Rotation};
 use crate::cache::KvCache;
 use crate::mlx::cpu::{self, attention::Heads, op::AttentionCall};
-use crate::mlx::{ops, Path};
+use crate::mlx::{gpu, ops, Path};
 use crate::model::linear::{Linear, Packed};
 
 /// One attention mixer.
@@ -41,6 +41,9 @@ impl Attention {
         if let (Path::Cpu, Rotation::Table(cos, sin), 1) = (self.rope.path, rotation, x.dim(0)) {
             return self.forward_cpu(x, (cos, sin), cache);
         }
+        if let (Path::Gpu, Rotation::Table(cos, sin), 1) = (self.rope.path, rotation, x.dim(0)) {
+            return self.forward_gpu(x, (cos, sin), cache);
+        }
         let (batch, rows) = (x.dim(0), x.dim(1));
         let (h, kv, d) = (self.heads, self.kv_heads, self.head_dim);
         let parts = self.qkv.forward(x)?;
@@ -57,6 +60,19 @@ impl Attention {
         let o = attend(&q, &keys, &values, scale)?;
         let o = heads_first(&o)?.reshape(&[batch, rows, h * d])?;
         self.out.forward(&o.multiply(&sigmoid(&gate)?)?)
+    }
+
+    /// The same with fused kernels before and after MLX's attention.
+    fn forward_gpu(&self, x: &Array, table: (&Array, &Array), cache: &mut KvCache) -> Result<Array> {
+        let kernels = gpu::kernels()?;
+        let packed = self.qkv.joined(x)?;
+        let heads = gpu::Heads { query: self.heads, kv: self.kv_heads, dim: self.head_dim };
+        let gains = (&self.q_norm.gain, &self.k_norm.gain);
+        let (q, k, v) = kernels.attention_prepare(heads, &packed, gains, self.q_norm.eps, table)?;
+        let (keys, values) = cache.append(&k, &v)?;
+        let scale = (self.head_dim as f32).powf(-0.5);
+        let o = attend(&q, &keys, &values, scale)?;
+        self.out.forward(&kernels.attention_gate(heads, &o, &packed)?)
     }
 
     /// The same in two fused nodes around the projections.

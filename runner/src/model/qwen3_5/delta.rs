@@ -7,7 +7,7 @@ use mlx_rs::ops::zeros_dtype;
 use mlx_rs::{Array, Dtype};
 
 use crate::cache::{RecurrentCache, RecurrentState, StateRows};
-use crate::mlx::delta::{cpu_net, graph_net, DeltaInput, DeltaParams, Keep};
+use crate::mlx::delta::{cpu_net, gpu_net, graph_net, DeltaInput, DeltaParams, Keep};
 use crate::mlx::{ops, Path};
 use crate::model::linear::{Linear, Packed};
 
@@ -51,6 +51,7 @@ impl DeltaLayer {
         };
         let output = match self.path {
             Path::Cpu => cpu_net(&self.params, &self.input.joined(x)?, &start.conv, &start.state, keep)?,
+            Path::Gpu => gpu_net(&self.params, &self.input.joined(x)?, &start.conv, &start.state, keep)?,
             Path::Graph => {
                 let parts = self.input.forward(x)?;
                 let input = DeltaInput {

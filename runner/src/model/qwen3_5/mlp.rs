@@ -8,7 +8,7 @@ use mlx_rs::ops::indexing::{take_along_axis, take_axis};
 use mlx_rs::ops::{argpartition_axis, argsort, sigmoid, softmax_axis};
 use mlx_rs::Array;
 
-use crate::mlx::{cpu, ops, Path};
+use crate::mlx::{cpu, gpu, ops, Path};
 use crate::model::linear::{Linear, Packed};
 use crate::model::qwen3_5::experts::Experts;
 
@@ -61,6 +61,9 @@ impl SwiGlu {
     pub fn forward(&self, x: &Array) -> Result<Array> {
         if self.path == Path::Cpu {
             return self.down.forward(&cpu::op::swiglu(&self.gate_up.joined(x)?)?);
+        }
+        if self.path == Path::Gpu {
+            return self.down.forward(&gpu::kernels()?.swiglu(&self.gate_up.joined(x)?)?);
         }
         let parts = self.gate_up.forward(x)?;
         self.down.forward(&swiglu(&parts[0], &parts[1])?)

@@ -7,7 +7,7 @@ use mlx_rs::error::Result;
 use mlx_rs::fast::rms_norm;
 use mlx_rs::Array;
 
-use crate::mlx::{cpu, ops, Path};
+use crate::mlx::{cpu, gpu, ops, Path};
 
 /// A norm over the last axis.
 #[derive(Debug, Clone)]
@@ -25,18 +25,22 @@ impl RmsNorm {
     pub fn forward(&self, x: &Array) -> Result<Array> {
         match self.path {
             Path::Cpu => cpu::op::rms_norm(x, &self.gain, self.eps),
-            _ => ops::cast(&rms_norm(x, Some(&self.gain), self.eps)?, x.dtype()),
+            Path::Gpu => gpu::kernels()?.norm(x, &self.gain, self.eps),
+            Path::Graph => ops::cast(&rms_norm(x, Some(&self.gain), self.eps)?, x.dtype()),
         }
     }
 
     /// The sum of the stream's parts, and its norm.
     fn of_sum(&self, x: &Array, added: &Array) -> Result<(Array, Array)> {
-        if self.path == Path::Cpu {
-            return cpu::op::add_norm(x, added, &self.gain, self.eps);
+        match self.path {
+            Path::Cpu => cpu::op::add_norm(x, added, &self.gain, self.eps),
+            Path::Gpu => gpu::kernels()?.add_norm(x, added, &self.gain, self.eps),
+            Path::Graph => {
+                let sum = x.add(added)?;
+                let normed = self.forward(&sum)?;
+                Ok((sum, normed))
+            }
         }
-        let sum = x.add(added)?;
-        let normed = self.forward(&sum)?;
-        Ok((sum, normed))
     }
 }
 
