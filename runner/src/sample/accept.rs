@@ -1,0 +1,210 @@
+//! Which drafts stand, and what follows them: the two exact rules, decided in the graph for every possible outcome.
+//!
+//! Invariant: a [`Verdict`] needs one evaluation, whatever the outcome. The tokens it yields are distributed as plain decoding's
+//! (Leviathan, Kalman, Matias: "Fast Inference from Transformers via Speculative Decoding", 2023, for rejection; the coupled rule
+//! draws target and draft with common noise and outputs the target's choice, so it yields plain decoding's very tokens). Greedy is
+//! the coupled rule on point masses.
+//!
+//! Rejection's exactness rests on draws at a position being unused until a token there is committed: who chooses how deep to draft
+//! may look at committed and tested tokens and at the drafter's probabilities, never at drafts behind a refused one.
+
+use mlx_rs::error::{Exception, Result};
+use mlx_rs::transforms::eval;
+use mlx_rs::Array;
+
+use super::dist::{Dist, Draws, Rows};
+use super::sampler::{fault, Draft, SampleError};
+use super::{fused, graph};
+use crate::mlx::Path;
+
+/// A tested round, not yet read.
+#[derive(Debug)]
+pub struct Verdict {
+    /// Position of the first draft.
+    position: u64,
+    /// The drafts, int32, k in all.
+    drafts: Vec<Array>,
+    rows: Rows,
+    rejection: Option<Rejection>,
+}
+
+/// What only the rejection rule has.
+#[derive(Debug)]
+struct Rejection {
+    /// 1 where a draft stands, int32 [k].
+    accepted: Array,
+    /// The token in place of a draft that doesn't, int32 [k].
+    instead: Array,
+    /// The drafts' peaks.
+    peaks: Vec<Array>,
+}
+
+/// What a round yielded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outcome {
+    /// All drafts.
+    pub drafts: Vec<u32>,
+    /// How many of them stand, from the first on.
+    pub accepted: usize,
+    /// The token after those.
+    pub next: u32,
+}
+
+impl Outcome {
+    /// The drafts that stand, then the token after them.
+    pub fn tokens(&self) -> impl Iterator<Item = u32> + '_ {
+        self.drafts[..self.accepted]
+            .iter()
+            .copied()
+            .chain(std::iter::once(self.next))
+    }
+}
+
+pub(super) fn coupled(rows: Rows, drafts: Vec<Array>, position: u64) -> Verdict {
+    Verdict {
+        position,
+        drafts,
+        rows,
+        rejection: None,
+    }
+}
+
+pub(super) fn rejection(
+    rows: Rows,
+    drafts: &[Draft],
+    position: u64,
+    tests: &Draws,
+    replacements: &Draws,
+    path: Path,
+) -> Result<Verdict> {
+    let q: Vec<&Dist> = drafts.iter().map(|draft| &draft.rows.dist).collect();
+    let ids: Vec<&Array> = drafts.iter().map(Draft::ids).collect();
+    let (accepted, instead) = match path {
+        Path::Cpu => fused::reject(&rows.dist, &q, &ids, tests, replacements)?,
+        _ => graph::reject(&rows.dist, &q, &ids, tests, replacements)?,
+    };
+    let peaks = drafts.iter().map(|draft| draft.rows.peak.clone()).collect();
+    Ok(Verdict {
+        position,
+        drafts: ids.into_iter().cloned().collect(),
+        rows,
+        rejection: Some(Rejection {
+            accepted,
+            instead,
+            peaks,
+        }),
+    })
+}
+
+/// The values of an int32 or float32 array that has been evaluated.
+fn values<T: mlx_rs::ArrayElement + Copy>(array: &Array) -> Result<Vec<T>> {
+    array
+        .try_as_slice::<T>()
+        .map(<[T]>::to_vec)
+        .map_err(|error| Exception::custom(error.to_string()))
+}
+
+impl Verdict {
+    /// Every array that [`Verdict::read`] looks at, to be evaluated together with others that the caller needs.
+    pub fn arrays(&self) -> impl Iterator<Item = &Array> {
+        let rejection = self
+            .rejection
+            .iter()
+            .flat_map(|r| [&r.accepted, &r.instead].into_iter().chain(&r.peaks));
+        self.drafts
+            .iter()
+            .chain([&self.rows.choice, &self.rows.peak])
+            .chain(rejection)
+    }
+
+    /// The target's k + 1 rows.
+    pub fn rows(&self) -> &Rows {
+        &self.rows
+    }
+
+    /// The ids that each row may yield, with the row of the first: drafts, the target's own choices, replacements.
+    ///
+    /// For lazy lookups beside the verdict, such as logprobs.
+    pub fn picks(&self) -> Vec<(usize, &Array)> {
+        let mut row = 0;
+        let mut picks = Vec::new();
+        for ids in &self.drafts {
+            picks.push((row, ids));
+            row += ids.size();
+        }
+        picks.push((0, &self.rows.choice));
+        picks.extend(self.rejection.iter().map(|r| (0, &r.instead)));
+        picks
+    }
+
+    /// Waits for the round and says what it yielded. A fault in a row behind the last token that stands doesn't matter.
+    pub fn read(&self) -> std::result::Result<Outcome, SampleError> {
+        eval(self.arrays())?;
+        let mut drafts = Vec::new();
+        for ids in &self.drafts {
+            drafts.extend(values::<i32>(ids)?.into_iter().map(|id| id as u32));
+        }
+        let choice = values::<i32>(&self.rows.choice)?;
+        let peaks = values::<f32>(&self.rows.peak)?;
+        let k = drafts.len();
+        let (accepted, next) = match &self.rejection {
+            None => {
+                let accepted = drafts
+                    .iter()
+                    .zip(&choice)
+                    .take_while(|(&draft, &own)| draft == own as u32)
+                    .count();
+                (accepted, choice[accepted])
+            }
+            Some(rejection) => {
+                let accepted = values::<i32>(&rejection.accepted)?
+                    .iter()
+                    .take_while(|&&a| a != 0)
+                    .count();
+                let instead = values::<i32>(&rejection.instead)?;
+                (
+                    accepted,
+                    if accepted < k {
+                        instead[accepted]
+                    } else {
+                        choice[k]
+                    },
+                )
+            }
+        };
+        self.check(&peaks, accepted)?;
+        Ok(Outcome {
+            drafts,
+            accepted,
+            next: next as u32,
+        })
+    }
+
+    fn check(&self, peaks: &[f32], accepted: usize) -> std::result::Result<(), SampleError> {
+        let mut draft_peaks = Vec::new();
+        for peak in self.rejection.iter().flat_map(|r| &r.peaks) {
+            draft_peaks.extend(values::<f32>(peak)?);
+        }
+        for row in 0..=accepted {
+            let position = self.position + row as u64;
+            if let Some(what) = fault(peaks[row]) {
+                return Err(SampleError::NanLogits { position, what });
+            }
+            if let Some(what) = draft_peaks.get(row).copied().and_then(fault) {
+                return Err(SampleError::NanDraft { position, what });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rows {
+    /// Waits for a single row's token; `position` is its index in the sequence.
+    pub fn read(&self, position: u64) -> std::result::Result<u32, SampleError> {
+        eval([&self.choice, &self.peak])?;
+        if let Some(what) = fault(values::<f32>(&self.peak)?[0]) {
+            return Err(SampleError::NanLogits { position, what });
+        }
+        Ok(values::<i32>(&self.choice)?[0] as u32)
+    }
+}

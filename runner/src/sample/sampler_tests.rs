@@ -1,0 +1,526 @@
+//! The whole sampler on both paths against the float64 oracle.
+
+use lookahead_protocol::request::Verify;
+use mlx_rs::Array;
+
+use super::options::{Filter, PenaltyOptions, SamplingOptions, Shape, Window};
+use super::rng::{Purpose, RowKey};
+use super::sampler::{SampleError, Sampler, Vocabulary};
+use super::{noise, oracle, Dist, Rows};
+use crate::mlx::Path;
+
+pub(super) const PATHS: [Path; 2] = [Path::Cpu, Path::Graph];
+pub(super) const PLAIN: Filter = Filter {
+    top_k: 0,
+    temperature: 1.0,
+    top_p: 1.0,
+    min_p: 0.0,
+};
+
+pub(super) fn options(shape: Shape, penalties: Option<PenaltyOptions>) -> SamplingOptions {
+    SamplingOptions {
+        num_predict: None,
+        num_ctx: None,
+        shape,
+        penalties,
+        seed: None,
+        stop: Vec::new(),
+        ignore_eos: false,
+    }
+}
+
+pub(super) fn filters() -> Vec<(&'static str, Shape)> {
+    [
+        ("none", PLAIN),
+        (
+            "temperature",
+            Filter {
+                temperature: 0.5,
+                ..PLAIN
+            },
+        ),
+        ("top-k", Filter { top_k: 7, ..PLAIN }),
+        ("top-p", Filter { top_p: 0.83, ..PLAIN }),
+        ("min-p", Filter { min_p: 0.05, ..PLAIN }),
+        (
+            "all",
+            Filter {
+                top_k: 40,
+                temperature: 0.8,
+                top_p: 0.9,
+                min_p: 0.02,
+            },
+        ),
+        (
+            "hot and wide",
+            Filter {
+                top_k: 300,
+                temperature: 2.5,
+                top_p: 0.97,
+                min_p: 0.001,
+            },
+        ),
+    ]
+    .into_iter()
+    .map(|(name, filter)| (name, Shape::Filtered(filter)))
+    .chain([("greedy", Shape::Greedy)])
+    .collect()
+}
+
+pub(super) fn vocabulary(size: usize) -> Vocabulary {
+    Vocabulary {
+        logits: size,
+        tokens: size,
+    }
+}
+
+pub(super) fn sampler(
+    options: &SamplingOptions,
+    rule: Verify,
+    size: usize,
+    prompt: &[u32],
+    path: Path,
+) -> Sampler {
+    Sampler::new(options, rule, 20_260, vocabulary(size), prompt, path)
+}
+
+/// Rows of logits as an array [R, V].
+pub(super) fn rows(rows: &[Vec<f32>]) -> Array {
+    Array::from_slice(&rows.concat(), &[rows.len() as i32, rows[0].len() as i32])
+}
+
+/// Row `r` of a distribution over the vocabulary.
+pub(super) fn probabilities(dist: &Dist, r: usize, size: usize) -> Vec<f32> {
+    let mut out = vec![0.0; size];
+    match dist {
+        Dist::Point(ids) => out[ids.as_slice::<i32>()[r] as usize] = 1.0,
+        Dist::Whole(probs) => out.copy_from_slice(&probs.as_slice::<f32>()[r * size..][..size]),
+        Dist::List { ids, probs } => {
+            let k = ids.dim(1) as usize;
+            let ids = &ids.as_slice::<i32>()[r * k..][..k];
+            for (&id, &p) in ids.iter().zip(&probs.as_slice::<f32>()[r * k..][..k]) {
+                out[id as usize] += p;
+            }
+        }
+    }
+    out
+}
+
+pub(super) fn evaluate(rows: &Rows) {
+    let dist = match &rows.dist {
+        Dist::Point(only) | Dist::Whole(only) => vec![only],
+        Dist::List { ids, probs } => vec![ids, probs],
+    };
+    mlx_rs::transforms::eval(dist.into_iter().chain([&rows.choice, &rows.peak])).unwrap();
+}
+
+fn assert_close(name: &str, got: &[f32], want: &[f64]) {
+    for (id, (&got, &want)) in got.iter().zip(want).enumerate() {
+        assert!(
+            (f64::from(got) - want).abs() < 1e-5,
+            "{name}: id {id} has {got} for {want}"
+        );
+    }
+}
+
+#[test]
+fn device_words_are_the_hosts_bit_for_bit() {
+    let keys: Vec<RowKey> = (0..5)
+        .map(|p| RowKey::new(u64::MAX - 3, p, Purpose::Draft))
+        .collect();
+    let ids: Vec<u32> = (0..3000).chain([248_319, u32::MAX - 1, u32::MAX]).collect();
+    let words = noise::words(&Array::from_slice(&ids, &[1, ids.len() as i32]), &keys).unwrap();
+    let words = words.as_slice::<u32>();
+    for (r, key) in keys.iter().enumerate() {
+        for (c, &id) in ids.iter().enumerate() {
+            assert_eq!(words[r * ids.len() + c], key.word(id), "row {r}, id {id}");
+        }
+    }
+}
+
+#[test]
+fn both_paths_compute_the_oracles_distribution_for_several_rows_at_once() {
+    for size in [50, 1000, 4096] {
+        let logits: Vec<Vec<f32>> = (0..3)
+            .map(|r| oracle::logits(r + size as u64, size, 4.0))
+            .collect();
+        for (name, shape) in filters() {
+            for path in PATHS {
+                let sampler = sampler(&options(shape, None), Verify::Coupled, size, &[], path);
+                let got = sampler.next(&rows(&logits), 5, None).unwrap();
+                evaluate(&got);
+                for (r, row) in logits.iter().enumerate() {
+                    let name = format!("{name}, {size} ids, {path:?}, row {r}");
+                    let want = oracle::distribution(&oracle::wide(row), &shape);
+                    assert_close(&name, &probabilities(&got.dist, r, size), &want);
+                    let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                    assert_eq!(got.peak.as_slice::<f32>()[r], top, "{name}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn both_paths_draw_the_same_tokens() {
+    let size = 4096;
+    for rule in [Verify::Coupled, Verify::Rejection] {
+        for (name, shape) in filters() {
+            let [fused, graph] = PATHS.map(|path| {
+                let sampler = sampler(&options(shape, None), rule, size, &[], path);
+                let mut tokens = Vec::new();
+                for position in (0..200).step_by(8) {
+                    let logits: Vec<Vec<f32>> =
+                        (0..8).map(|r| oracle::logits(r + position, size, 4.0)).collect();
+                    let got = sampler.next(&rows(&logits), position, None).unwrap();
+                    evaluate(&got);
+                    tokens.extend_from_slice(got.choice.as_slice::<i32>());
+                }
+                tokens
+            });
+            let same = fused.iter().zip(&graph).filter(|(a, b)| a == b).count();
+            // A draw may fall between two roundings of one boundary.
+            assert!(same >= 199, "{name}, {rule:?}: {same} of 200");
+        }
+    }
+}
+
+/// Draws `n` tokens from one row of logits, many rows at a time.
+fn count_draws(sampler: &Sampler, logits: &[f32], n: usize) -> Vec<u64> {
+    let batch = 2500;
+    let repeated = Array::from_slice(logits, &[1, logits.len() as i32]);
+    let repeated = mlx_rs::ops::broadcast_to(&repeated, &[batch as i32, logits.len() as i32]).unwrap();
+    let mut counts = vec![0; logits.len()];
+    for start in (0..n).step_by(batch) {
+        let got = sampler.next(&repeated, start as u64, None).unwrap();
+        got.choice
+            .as_slice::<i32>()
+            .iter()
+            .for_each(|&id| counts[id as usize] += 1);
+    }
+    counts
+}
+
+#[test]
+fn each_option_alone_and_all_together_draw_the_oracles_distribution() {
+    let size = 300;
+    let logits = oracle::logits(8, size, 3.0);
+    let history: Vec<u32> = (0..400u32).map(|i| (i * i) % 300).collect();
+    let neutral = PenaltyOptions {
+        repeat: 1.0,
+        presence: 0.0,
+        frequency: 0.0,
+        window: Window::Last(64),
+    };
+    let mut cases: Vec<(&str, Shape, Option<PenaltyOptions>)> = filters()
+        .into_iter()
+        .map(|(name, shape)| (name, shape, None))
+        .collect();
+    let plain = Shape::Filtered(PLAIN);
+    let all = Shape::Filtered(Filter {
+        top_k: 40,
+        temperature: 0.8,
+        top_p: 0.9,
+        min_p: 0.02,
+    });
+    cases.extend([
+        (
+            "repeat",
+            plain,
+            Some(PenaltyOptions {
+                repeat: 1.3,
+                ..neutral
+            }),
+        ),
+        (
+            "repeat below 1, all",
+            plain,
+            Some(PenaltyOptions {
+                repeat: 0.7,
+                window: Window::All,
+                ..neutral
+            }),
+        ),
+        (
+            "presence",
+            plain,
+            Some(PenaltyOptions {
+                presence: 1.5,
+                ..neutral
+            }),
+        ),
+        (
+            "frequency",
+            plain,
+            Some(PenaltyOptions {
+                frequency: 0.4,
+                ..neutral
+            }),
+        ),
+        (
+            "everything",
+            all,
+            Some(PenaltyOptions {
+                repeat: 1.2,
+                presence: 0.3,
+                frequency: 0.2,
+                window: Window::Last(100),
+            }),
+        ),
+    ]);
+    for (name, shape, penalties) in cases {
+        let wide = oracle::wide(&logits);
+        let penalised = penalties.map_or(wide.clone(), |p| oracle::penalise(&wide, &history, &p));
+        let want = oracle::distribution(&penalised, &shape);
+        for path in PATHS {
+            for rule in [Verify::Coupled, Verify::Rejection] {
+                let sampler = sampler(&options(shape, penalties), rule, size, &history, path);
+                let name = format!("{name}, {path:?}, {rule:?}");
+                oracle::assert_draws(&name, &count_draws(&sampler, &logits, 50_000), &want);
+            }
+        }
+    }
+}
+
+#[test]
+fn equal_logits_go_to_the_lowest_ids_on_both_paths() {
+    for size in [200, 20_000] {
+        let logits = rows(&[vec![1.5; size]]);
+        for path in PATHS {
+            let greedy = sampler(&options(Shape::Greedy, None), Verify::Coupled, size, &[], path);
+            assert_eq!(greedy.next(&logits, 0, None).unwrap().read(0).unwrap(), 0);
+            let shape = Shape::Filtered(Filter {
+                top_k: 10,
+                top_p: 0.45,
+                ..PLAIN
+            });
+            let got = sampler(&options(shape, None), Verify::Coupled, size, &[], path)
+                .next(&logits, 0, None)
+                .unwrap();
+            evaluate(&got);
+            let kept: Vec<usize> = probabilities(&got.dist, 0, size)
+                .iter()
+                .enumerate()
+                .filter(|p| *p.1 > 0.0)
+                .map(|p| p.0)
+                .collect();
+            assert_eq!(kept, [0, 1, 2, 3, 4], "{size}, {path:?}");
+        }
+    }
+}
+
+#[test]
+fn ids_beyond_the_tokenizer_and_masked_ids_are_never_drawn() {
+    let mut logits = vec![0.0f32; 100];
+    logits[90] = 50.0;
+    logits[70] = 20.0;
+    let known = Vocabulary {
+        logits: 100,
+        tokens: 80,
+    };
+    // Only multiples of three.
+    let words: Vec<u32> = (0..4u32)
+        .map(|w| (0..32).filter(|b| (w * 32 + b) % 3 == 0).map(|b| 1 << b).sum())
+        .collect();
+    for path in PATHS {
+        for (_, shape) in filters() {
+            let sampler = Sampler::new(&options(shape, None), Verify::Coupled, 1, known, &[], path);
+            let mask = sampler.mask(&[Some(&words), None]);
+            let both = rows(&[logits.clone(), logits.clone()]);
+            for position in 0..50 {
+                let free = sampler.next(&rows(&[logits.clone()]), position, None).unwrap();
+                assert_eq!(free.read(0).unwrap(), 70);
+                let masked = sampler.next(&both, position, Some(&mask)).unwrap();
+                let ids = masked.choice.as_slice::<i32>();
+                assert!(ids[0] % 3 == 0 && ids[0] < 80, "{path:?}: {}", ids[0]);
+                assert_eq!(ids[1], 70);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_without_a_choice_is_an_error_and_never_a_token() {
+    let mut broken = vec![vec![1.0f32; 600]; 3];
+    broken[0][599] = f32::NAN;
+    broken[1] = vec![f32::NEG_INFINITY; 600];
+    broken[2][5] = f32::INFINITY;
+    for path in PATHS {
+        for (name, shape) in filters() {
+            for rule in [Verify::Coupled, Verify::Rejection] {
+                let sampler = sampler(&options(shape, None), rule, 600, &[], path);
+                for (row, what) in broken.iter().zip(["not numbers", "all -inf", "infinite"]) {
+                    match sampler.next(&rows(&[row.clone()]), 9, None).unwrap().read(9) {
+                        Err(SampleError::NanLogits {
+                            position: 9,
+                            what: got,
+                        }) => assert_eq!(got, what, "{name}"),
+                        other => panic!("{name}, {path:?}: {other:?}"),
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn half_precision_logits_are_taken() {
+    let logits = oracle::logits(1, 500, 4.0);
+    for path in PATHS {
+        for (name, shape) in filters() {
+            let narrow = rows(&[logits.clone()]).as_dtype(mlx_rs::Dtype::Bfloat16).unwrap();
+            let wide = narrow.as_dtype(mlx_rs::Dtype::Float32).unwrap();
+            let sampler = sampler(&options(shape, None), Verify::Coupled, 500, &[], path);
+            let [narrow, wide] = [narrow, wide].map(|l| sampler.next(&l, 3, None).unwrap().read(3).unwrap());
+            assert_eq!(narrow, wide, "{name}");
+        }
+    }
+}
+
+/// The history as a plain list, and what the sampler does with it.
+#[test]
+fn penalties_follow_the_window_through_commits_drafts_and_pending_tokens() {
+    let size = 64;
+    let logits: Vec<Vec<f32>> = (0..4).map(|r| oracle::logits(100 + r, size, 3.0)).collect();
+    let shape = Shape::Filtered(PLAIN);
+    for path in PATHS {
+        for window in [
+            Window::Last(1),
+            Window::Last(2),
+            Window::Last(7),
+            Window::Last(64),
+            Window::All,
+        ] {
+            let penalties = PenaltyOptions {
+                repeat: 1.4,
+                presence: 0.5,
+                frequency: 0.3,
+                window,
+            };
+            let mut list: Vec<u32> = (0..10).map(|i| i * 3 % 11).collect();
+            let mut sampler = sampler(
+                &options(shape, Some(penalties)),
+                Verify::Coupled,
+                size,
+                &list,
+                path,
+            );
+            let check = |sampler: &Sampler, list: &[u32]| {
+                let got = sampler.next(&rows(&logits[..1]), 0, None).unwrap();
+                evaluate(&got);
+                let want = oracle::penalise(&oracle::wide(&logits[0]), list, &penalties);
+                let name = format!("{window:?}, {path:?}, {} tokens", list.len());
+                assert_close(
+                    &name,
+                    &probabilities(&got.dist, 0, size),
+                    &oracle::distribution(&want, &shape),
+                );
+            };
+            check(&sampler, &list);
+            for step in 0..12u32 {
+                let tokens: Vec<u32> = (0..step % 4).map(|i| (step * 7 + i * 3) % 13).collect();
+                sampler.commit(&tokens).unwrap();
+                list.extend(&tokens);
+                check(&sampler, &list);
+                let token = step * 5 % 13;
+                sampler
+                    .commit_pending(&Array::from_slice(&[token as i32], &[1]))
+                    .unwrap();
+                list.push(token);
+                check(&sampler, &list);
+                // One step later its id is known.
+                let late = (step + 1) % 13;
+                sampler
+                    .commit_pending(&Array::from_slice(&[late as i32], &[1]))
+                    .unwrap();
+                sampler.confirm(token);
+                list.push(late);
+                check(&sampler, &list);
+                sampler.confirm(late);
+            }
+            // Drafts: row r sees those before it, and the window moves on.
+            let mut drafts = Vec::new();
+            for (i, row) in logits[..3].iter().enumerate() {
+                let draft = sampler
+                    .draft(&rows(&[row.clone()]), 50 + i as u64, &drafts, None)
+                    .unwrap();
+                evaluate(&draft.rows);
+                let mut seen = list.clone();
+                seen.extend(
+                    drafts
+                        .iter()
+                        .map(|d: &super::Draft| d.ids().as_slice::<i32>()[0] as u32),
+                );
+                let want = oracle::penalise(&oracle::wide(row), &seen, &penalties);
+                let name = format!("draft {i}, {window:?}, {path:?}");
+                assert_close(
+                    &name,
+                    &probabilities(&draft.rows.dist, 0, size),
+                    &oracle::distribution(&want, &shape),
+                );
+                drafts.push(draft);
+            }
+            let verdict = sampler.verify(&rows(&logits), 50, &drafts, None).unwrap();
+            evaluate(verdict.rows());
+            for (r, row) in logits.iter().enumerate() {
+                let mut seen = list.clone();
+                seen.extend(drafts[..r].iter().map(|d| d.ids().as_slice::<i32>()[0] as u32));
+                let want = oracle::penalise(&oracle::wide(row), &seen, &penalties);
+                let name = format!("row {r}, {window:?}, {path:?}");
+                let got = probabilities(&verdict.rows().dist, r, size);
+                assert_close(&name, &got, &oracle::distribution(&want, &shape));
+            }
+            // Nothing of the drafts stays.
+            check(&sampler, &list);
+        }
+    }
+}
+
+#[test]
+fn tokens_beyond_the_vocabulary_do_not_touch_the_counts() {
+    let penalties = PenaltyOptions {
+        repeat: 1.4,
+        presence: 0.5,
+        frequency: 0.0,
+        window: Window::Last(3),
+    };
+    let logits = oracle::logits(7, 64, 3.0);
+    for path in PATHS {
+        let mut sampler = sampler(
+            &options(Shape::Filtered(PLAIN), Some(penalties)),
+            Verify::Coupled,
+            64,
+            &[1, 64, 9_999_999],
+            path,
+        );
+        sampler.commit(&[5, u32::MAX, 70]).unwrap();
+        sampler.commit(&[6]).unwrap();
+        let got = sampler.next(&rows(&[logits.clone()]), 0, None).unwrap();
+        evaluate(&got);
+        let want = oracle::penalise(&oracle::wide(&logits), &[6], &penalties);
+        let want = oracle::distribution(&want, &Shape::Filtered(PLAIN));
+        assert_close("out of range", &probabilities(&got.dist, 0, 64), &want);
+    }
+}
+
+#[test]
+fn a_row_does_not_depend_on_its_neighbours() {
+    let size = 512;
+    let logits: Vec<Vec<f32>> = (0..6).map(|r| oracle::logits(r, size, 4.0)).collect();
+    for path in PATHS {
+        for (name, shape) in filters() {
+            let sampler = sampler(&options(shape, None), Verify::Coupled, size, &[], path);
+            let together = sampler.next(&rows(&logits), 30, None).unwrap();
+            let together = together.choice.as_slice::<i32>();
+            for (r, row) in logits.iter().enumerate() {
+                let position = 30 + r as u64;
+                let alone = sampler
+                    .next(&rows(&[row.clone()]), position, None)
+                    .unwrap()
+                    .read(position)
+                    .unwrap();
+                assert_eq!(alone as i32, together[r], "{name}, {path:?}, row {r}");
+            }
+        }
+    }
+}
