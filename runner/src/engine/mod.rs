@@ -8,6 +8,7 @@ mod emit;
 mod generate;
 pub mod job;
 mod load;
+pub mod measure;
 mod prefix;
 pub mod prepare;
 mod stats;

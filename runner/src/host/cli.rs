@@ -23,6 +23,9 @@ pub struct Args {
     /// With --inspect: print JSON.
     #[arg(long, requires = "inspect")]
     pub json: bool,
+    /// Measure what forwards of several widths and prefill cost here, print JSON and exit.
+    #[arg(long, conflicts_with = "inspect")]
+    pub measure: bool,
     /// Drafting: off, auto (as deep as pays), or a fixed depth from 1 to 16.
     #[arg(long, default_value = "auto")]
     pub draft: DraftFlag,

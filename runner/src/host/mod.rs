@@ -52,11 +52,20 @@ pub const PROGRAM: &str = "lookahead-runner";
 /// How long the last events may take to be read once everything else has ended.
 const DRAIN: Duration = Duration::from_secs(2);
 
+/// Tokens before the forwards that `--measure` times, and tokens of its prefill.
+const MEASURED_CONTEXT: usize = 128;
+const MEASURED_PREFILL: usize = 4096;
+
 /// Runs the process; returns its exit status.
 ///
 /// # Errors
 /// A thread or signal handler can't be started, or the transcript can't be created.
 pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
+    if args.measure {
+        let figures = engine::measure::measure(&args.settings(), MEASURED_CONTEXT, MEASURED_PREFILL)?;
+        println!("{}", serde_json::to_string_pretty(&figures)?);
+        return Ok(0);
+    }
     let backend = Backend::select(args.cpu);
     let host = Host {
         outbox: outbox::Outbox::default(),
