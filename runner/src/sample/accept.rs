@@ -97,7 +97,7 @@ pub(super) fn rejection(
 }
 
 /// The values of an int32 or float32 array that has been evaluated.
-fn values<T: mlx_rs::ArrayElement + Copy>(array: &Array) -> Result<Vec<T>> {
+pub(super) fn values<T: mlx_rs::ArrayElement + Copy>(array: &Array) -> Result<Vec<T>> {
     array
         .try_as_slice::<T>()
         .map(<[T]>::to_vec)
@@ -199,6 +199,11 @@ impl Verdict {
 }
 
 impl Rows {
+    /// The ids that the rows yield, for [`super::Sampler::logprobs`].
+    pub fn picks(&self) -> [(usize, &Array); 1] {
+        [(0, &self.choice)]
+    }
+
     /// Waits for a single row's token; `position` is its index in the sequence.
     pub fn read(&self, position: u64) -> std::result::Result<u32, SampleError> {
         eval([&self.choice, &self.peak])?;

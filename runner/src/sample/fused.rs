@@ -7,6 +7,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::dist::{Dist, Draws, Plan, RowHistory, Rows, LONGEST_LIST};
 use super::kernel::{cpu_op, Inputs, Output, Outputs};
+use super::logprobs::pick_rows;
 use super::options::{Filter, PenaltyOptions, Shape};
 use super::rng::RowKey;
 use super::row::{self, Candidate};
@@ -412,4 +413,66 @@ pub(super) fn count(counts: &Array, come: Option<&Array>, go: &[&Array]) -> Resu
         },
     )?;
     Ok(counts)
+}
+
+/// See [`super::logprobs::Logprobs`]: logprobs of the picks, and ids and logprobs of the `top` best of each row.
+pub(super) fn logprobs(
+    logits: &Array,
+    ceiling: Option<&Array>,
+    picks: &[(usize, &Array)],
+    top: usize,
+) -> Result<(Array, Option<(Array, Array)>)> {
+    let logits = cast(logits, Dtype::Float32)?;
+    let (rows, width) = (logits.dim(0), logits.dim(1));
+    let places = pick_rows(picks);
+    // An operation needs outputs that aren't empty.
+    let n = top.max(1);
+    let mut inputs = vec![&logits];
+    inputs.extend(picks.iter().map(|(_, ids)| *ids));
+    let adjust = Adjust {
+        ceiling: ceiling.map(|_| inputs.len()),
+        counts: None,
+        history: None,
+    };
+    inputs.extend(ceiling);
+    let outputs = [
+        Output::Floats(vec![places.len() as i32]),
+        Output::Ints(vec![rows, n as i32]),
+        Output::Floats(vec![rows, n as i32]),
+    ];
+    let arrays = picks.len();
+    let [picked, ids, best] = cpu_op(c"logprobs", &inputs, outputs, move |inputs, mut outputs| {
+        let (picked, ids, best) = (outputs.floats(), outputs.ints(), outputs.floats());
+        let width = width as usize;
+        let norms: Vec<f64> = inputs
+            .floats(0)
+            .chunks_exact(width)
+            .map(row::log_sum_exp)
+            .collect();
+        let logprob = |row: usize, id: usize| {
+            let logit = inputs.floats(0)[row * width..][..width].get(id);
+            logit.map_or(f32::NEG_INFINITY, |&logit| (f64::from(logit) - norms[row]) as f32)
+        };
+        let tokens = (1..=arrays).flat_map(|index| inputs.ints(index));
+        for ((picked, &row), &id) in picked.iter_mut().zip(&places).zip(tokens) {
+            *picked = logprob(row as usize, id as usize);
+        }
+        ids.fill(0);
+        best.fill(f32::NEG_INFINITY);
+        if top == 0 {
+            return;
+        }
+        let (mut scratch, mut kept) = (Vec::new(), Vec::new());
+        for r in 0..rows as usize {
+            let row = adjust.row(inputs, r, width, &mut scratch);
+            if row::peak(row).is_finite() {
+                row::best(row, top, &mut kept);
+                for (at, candidate) in kept.iter().enumerate() {
+                    ids[r * n + at] = candidate.id as i32;
+                    best[r * n + at] = logprob(r, candidate.id as usize);
+                }
+            }
+        }
+    })?;
+    Ok((picked, (top > 0).then_some((ids, best))))
 }

@@ -6,12 +6,13 @@
 use mlx_rs::error::{Exception, Result};
 use mlx_rs::ops::indexing::{argmax_axis, put_along_axis, scatter_add_single, take_along_axis};
 use mlx_rs::ops::{
-    argsort_axis, broadcast_to, concatenate, cumsum, expand_dims, max_axis, maximum, minimum, pad,
-    softmax_axis, sort_axis, sum_axis, zeros_dtype,
+    argsort_axis, broadcast_to, concatenate, cumsum, expand_dims, logsumexp_axis, max_axis, maximum, minimum,
+    pad, softmax_axis, sort_axis, sum_axis, zeros_dtype,
 };
 use mlx_rs::{Array, Dtype};
 
 use super::dist::{Dist, Draws, Plan, RowHistory, Rows, LONGEST_LIST};
+use super::logprobs::pick_rows;
 use super::noise;
 use super::options::{Filter, PenaltyOptions, Shape};
 use crate::mlx::ops::{cast, slice_axis};
@@ -352,4 +353,32 @@ fn stacked(dists: &[&Dist]) -> Result<Dist> {
         Some(Dist::Whole(_)) => Ok(Dist::Whole(joined(&first)?)),
         None => Err(Exception::custom("no drafts to test")),
     }
+}
+
+/// See [`super::fused::logprobs`].
+pub(super) fn logprobs(
+    logits: &Array,
+    ceiling: Option<&Array>,
+    picks: &[(usize, &Array)],
+    top: usize,
+) -> Result<(Array, Option<(Array, Array)>)> {
+    let logits = cast(logits, Dtype::Float32)?;
+    let width = logits.dim(1);
+    let norms = logsumexp_axis(&logits, -1, true)?;
+    let rows = pick_rows(picks);
+    let n = [rows.len() as i32];
+    let starts: Vec<i32> = rows.iter().map(|row| row * width).collect();
+    let ids = joined(&picks.iter().map(|&(_, ids)| ids.clone()).collect::<Vec<_>>())?;
+    let places = ids.add(Array::from_slice(&starts, &n))?;
+    let picked = logits.reshape(&[-1])?.take_axis(places, 0)?;
+    let picked = picked.subtract(norms.reshape(&[-1])?.take_axis(Array::from_slice(&rows, &n), 0)?)?;
+    if top == 0 {
+        return Ok((picked, None));
+    }
+    let limited = match ceiling {
+        Some(ceiling) => logits.add(ceiling)?,
+        None => logits,
+    };
+    let (ids, values, _) = best(&limited, top as i32)?;
+    Ok((picked, Some((cast(&ids, Dtype::Int32)?, values.subtract(norms)?))))
 }

@@ -9,6 +9,7 @@ mod dist;
 mod fused;
 mod graph;
 mod kernel;
+mod logprobs;
 mod noise;
 pub mod options;
 mod penalty;
@@ -18,6 +19,7 @@ mod sampler;
 
 pub use accept::{Outcome, Verdict};
 pub use dist::{Dist, Rows};
+pub use logprobs::{Logprobs, Scored, TokenScores};
 pub use options::{GenerationDefaults, OptionError, SamplingOptions};
 pub use sampler::{Draft, SampleError, Sampler, Vocabulary};
 
@@ -25,5 +27,7 @@ pub use sampler::{Draft, SampleError, Sampler, Vocabulary};
 pub(crate) mod oracle;
 #[cfg(test)]
 mod accept_tests;
+#[cfg(test)]
+mod logprobs_tests;
 #[cfg(test)]
 mod sampler_tests;

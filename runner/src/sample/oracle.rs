@@ -70,13 +70,6 @@ pub(crate) fn log_softmax(logits: &[f64]) -> Vec<f64> {
     logits.iter().map(|l| l - norm).collect()
 }
 
-/// What remains of p where q took its share, normalised.
-pub(crate) fn residual(p: &[f64], q: &[f64]) -> Vec<f64> {
-    let rest: Vec<f64> = p.iter().zip(q).map(|(p, q)| (p - q).max(0.0)).collect();
-    let total: f64 = rest.iter().sum();
-    rest.iter().map(|r| r / total).collect()
-}
-
 /// Fails unless `counts` look like draws from `probs`.
 ///
 /// Cells expected fewer than 5 times are pooled; an id of probability 0 must not occur. The bound is 5 standard deviations above

@@ -201,6 +201,16 @@ fn nucleus_of_all(row: &[f32], top: f32, filter: &Filter, kept: &mut Vec<Candida
     truncate_and_normalise(kept, filter.min_p);
 }
 
+/// The logarithm of the sum of exponentials.
+pub fn log_sum_exp(row: &[f32]) -> f64 {
+    let top = peak(row);
+    if !top.is_finite() {
+        return f64::from(top);
+    }
+    let sum: f64 = row.iter().map(|&logit| f64::from((logit - top).exp())).sum();
+    f64::from(top) + sum.ln()
+}
+
 /// The token that wins the exponential race: smallest exponential/probability, a draw from the distribution.
 ///
 /// Keyed by token id, so the winner depends neither on the order nor on the number of candidates. Weights need no common scale.

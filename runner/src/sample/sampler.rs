@@ -11,6 +11,7 @@ use thiserror::Error;
 
 use super::accept::{self, Verdict};
 use super::dist::{Draws, Plan, Rows};
+use super::logprobs::Logprobs;
 use super::options::{SamplingOptions, Shape};
 use super::penalty::History;
 use super::rng::Purpose;
@@ -244,6 +245,12 @@ impl Sampler {
         let tests = self.draws(position, Purpose::Accept);
         let replacements = self.draws(position, Purpose::Residual);
         accept::rejection(rows, drafts, position, &tests, &replacements, self.path)
+    }
+
+    /// Logprobs beside rows of raw logits [R, V]: of `picks`, as [`Verdict::picks`] or [`Rows::picks`] give them, and of the `top`
+    /// likeliest tokens of each row.
+    pub fn logprobs(&self, logits: &Array, picks: &[(usize, &Array)], top: usize) -> Result<Logprobs> {
+        Logprobs::new(logits, self.ceiling.as_ref(), picks, top, self.path)
     }
 
     /// Counts committed tokens for the penalties, in order.
