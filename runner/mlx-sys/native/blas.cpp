@@ -1,5 +1,10 @@
-// The three BLAS functions that libmlx imports, sent to OpenBLAS. The wheel's own are the single-threaded reference
-// implementation; defined in the executable, these come first in symbol lookup.
+// The three BLAS functions that libmlx imports. The wheel's own are the single-threaded reference implementation;
+// defined in the executable, these come first in symbol lookup. They go to OpenBLAS, all but a few rows times a
+// transposed matrix, where packing costs more than the product.
+
+#include <vector>
+
+#include "skinny.h"
 
 namespace {
 constexpr int kRowMajor = 101;
@@ -16,18 +21,37 @@ void scipy_cblas_dgemm(
     int, int, int, int, int, int, double, const double*, int, const double*, int, double, double*, int);
 void scipy_cblas_cgemm(
     int, int, int, int, int, int, const void*, const void*, int, const void*, int, const void*, void*, int);
+int scipy_openblas_get_num_threads();
 
 #define EXPORT __attribute__((visibility("default"), used))
 
 EXPORT void cblas_sgemm(
     int order, int transa, int transb, int m, int n, int k, float alpha,
     const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
-  if (order == kRowMajor && m == 1) {
+  if (order == kRowMajor && transb == kNoTrans && n == 1 && ldb == 1) {
+    // MLX calls a contiguous column plain; it is a transposed row just as well.
+    transb = kTrans;
+    ldb = k;
+  }
+  if (order == kRowMajor && transb == kTrans && m > 0 && m <= skinny::kMaxRows && n > 0 && k > 0) {
+    thread_local std::vector<float> rows;
+    if (transa != kNoTrans) {
+      rows.resize(static_cast<std::size_t>(m) * k);
+      for (int row = 0; row < m; ++row) {
+        for (int i = 0; i < k; ++i) {
+          rows[static_cast<std::size_t>(row) * k + i] = a[static_cast<std::ptrdiff_t>(i) * lda + row];
+        }
+      }
+      a = rows.data();
+      lda = k;
+    }
+    skinny::multiply(
+        {m, n, k, alpha, a, lda, b, ldb, beta, c, ldc}, skinny::best_kernel(), scipy_openblas_get_num_threads());
+    return;
+  }
+  if (order == kRowMajor && m == 1 && transb == kNoTrans) {
     // A single row is several times faster as a matrix-vector product: no operand is packed.
-    bool transposed = transb == kTrans;
-    scipy_cblas_sgemv(
-        order, transposed ? kNoTrans : kTrans, transposed ? n : k, transposed ? k : n, alpha,
-        b, ldb, a, transa == kNoTrans ? 1 : lda, beta, c, 1);
+    scipy_cblas_sgemv(order, kTrans, k, n, alpha, b, ldb, a, transa == kNoTrans ? 1 : lda, beta, c, 1);
     return;
   }
   scipy_cblas_sgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
@@ -43,5 +67,17 @@ EXPORT void cblas_cgemm(
     int order, int transa, int transb, int m, int n, int k, const void* alpha,
     const void* a, int lda, const void* b, int ldb, const void* beta, void* c, int ldc) {
   scipy_cblas_cgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
+// One way of computing a product, of those that cblas_sgemm chooses from: an instruction set (0 is what every
+// processor has) and a number of threads. Says whether this processor has the instruction set.
+EXPORT bool lookahead_skinny_sgemm(
+    int level, int threads, int m, int n, int k, float alpha,
+    const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
+  skinny::Kernel kernel = skinny::kernel(level);
+  if (kernel) {
+    skinny::multiply({m, n, k, alpha, a, lda, b, ldb, beta, c, ldc}, kernel, threads);
+  }
+  return kernel != nullptr;
 }
 }

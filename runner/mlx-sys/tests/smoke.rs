@@ -224,6 +224,25 @@ fn float32_product_equals_a_naive_one() {
     }
 }
 
+/// Otherwise a token that verification accepts might not be the one that decoding would have chosen.
+#[cfg(target_os = "linux")]
+#[test]
+fn linear_layer_gives_a_row_the_same_bits_alone_and_among_others() {
+    let _serial = serial();
+    let (k, n) = (256, 1300);
+    let weight = Array::new(&ramp(n * k), &[n as i32, k as i32]).transposed();
+    for m in 2..=16 {
+        let rows: Vec<f32> = (0..m * k).map(|i| (i as f32 * 0.7).sin()).collect();
+        let together = Array::new(&rows, &[1, m as i32, k as i32])
+            .times(&weight)
+            .values();
+        for (row, expected) in rows.chunks(k).zip(together.chunks(n)) {
+            let alone = Array::new(row, &[1, 1, k as i32]).times(&weight).values();
+            assert!(alone == expected, "{m} rows");
+        }
+    }
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn blas_calls_of_libmlx_arrive_in_this_executable() {
