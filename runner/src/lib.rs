@@ -7,6 +7,7 @@
 pub mod cache;
 pub mod engine;
 pub mod host;
+pub mod image;
 pub mod mlx;
 pub mod model;
 pub mod prefix;

@@ -5,12 +5,14 @@
 pub mod checkpoint;
 pub mod config;
 pub mod error;
-mod fields;
+pub(crate) mod fields;
 mod files;
+mod fp8;
 pub mod head;
 mod header;
 pub mod layout;
 pub mod linear;
+pub mod matrix;
 mod means;
 pub mod names;
 pub mod plan;
