@@ -15,11 +15,10 @@ use super::decode::{ids_array, Decoding};
 use super::drafter::Drafter;
 use super::emit::{Emitter, Finish};
 use super::job::{Job, Refusal};
-use super::prefix::{Live, Path};
+use super::prefix::{Live, Path, State};
 use super::stats::RoundStats;
 use super::{Engine, Settings};
 use crate::host::board::{nanos, Running};
-use crate::cache::Snapshot;
 use crate::mlx::{memory, ops};
 use crate::model::{Batch, Model as _};
 use crate::prefix::plan::{Capture, PointKind, Role, Turn};
@@ -39,20 +38,34 @@ struct Outcome {
     queued: u64,
 }
 
+/// What outlives one attempt at a request, so that another can follow it unseen.
+#[derive(Default)]
+struct Attempt {
+    path: Option<Path>,
+    constraint: Option<Constraint>,
+    /// Whether the host has had its `prompt` event.
+    announced: bool,
+    /// Prompt tokens that the host was last told of.
+    reported: usize,
+    /// Whether a token was drawn, after which there is no starting again.
+    drawn: bool,
+}
+
 impl Engine {
     /// Runs a request to its end and sends its final event.
     pub(super) fn run(&mut self, mut job: Job) {
-        let constraint = job.constraint.take();
+        let mut attempt = Attempt { constraint: job.constraint.take(), ..Attempt::default() };
         let job = &job;
-        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.generate(job, constraint)));
-        let result = result.unwrap_or_else(|panic| {
-            let text = panic
-                .downcast_ref::<&str>()
-                .map(|s| (*s).to_owned())
-                .or_else(|| panic.downcast_ref::<String>().cloned())
-                .unwrap_or_default();
-            Err(Refusal::new(ErrorCode::Internal, format!("the engine panicked: {text}")))
-        });
+        let mut result = self.attempt(job, &mut attempt);
+        let memory = |refusal: &Refusal| refusal.code == ErrorCode::OutOfMemory;
+        if result.as_ref().err().is_some_and(memory) && !attempt.drawn {
+            memory::clear_cache();
+            if self.prefix.make_room() {
+                memory::clear_cache();
+                tracing::warn!(id = job.id, "memory ran out; trying again without the prefix cache's share");
+                result = self.attempt(job, &mut attempt);
+            }
+        }
         let failed = result.is_err();
         let event = match result {
             Ok(outcome) => {
@@ -71,28 +84,47 @@ impl Engine {
         }
     }
 
+    /// One attempt, which leaves nothing in use behind.
+    fn attempt(&mut self, job: &Job, attempt: &mut Attempt) -> Result<Outcome, Refusal> {
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.generate(job, attempt)));
+        let result = result.unwrap_or_else(|panic| {
+            let text = panic
+                .downcast_ref::<&str>()
+                .map(|s| (*s).to_owned())
+                .or_else(|| panic.downcast_ref::<String>().cloned())
+                .unwrap_or_default();
+            self.prefix.reset();
+            Err(Refusal::new(ErrorCode::Internal, format!("the engine panicked: {text}")))
+        });
+        self.prefix.end(attempt.path.take());
+        result
+    }
+
     fn cancelled(&self, job: &Job) -> bool {
         job.cancel.is_set() || self.host.latch.is_set()
     }
 
-    fn generate(&mut self, job: &Job, constraint: Option<Constraint>) -> Result<Outcome, Refusal> {
+    fn generate(&mut self, job: &Job, attempt: &mut Attempt) -> Result<Outcome, Refusal> {
         if job.logprobs.is_some() {
             return Err(Refusal::new(ErrorCode::Unsupported, "`logprobs` is not supported by this build"));
         }
         let queued = nanos(job.arrived);
         let model = std::rc::Rc::clone(&self.model);
         let mut caches = model.new_caches();
-        let mut path = (job.cache && self.prefix.is_on()).then(|| self.prefix.path(&job.tokens, &[]));
-        let (restored, matched) = match &path {
-            Some(path) => self.prefix.find(path, caches.kv_layers()),
-            None => (None, 0),
-        };
-        let cached = restored.as_ref().map_or(0, |restored| restored.offset);
-        self.host.outbox.push(Event::Prompt(Prompt {
-            id: job.id.clone(),
-            tokens: job.tokens.len() as u64,
-            cached: cached as u64,
-        }));
+        let mut restored = None;
+        if job.cache && self.prefix.is_on() {
+            let (path, found) = self.prefix.begin(&job.tokens, &[], caches.kv_layers());
+            attempt.path = Some(path);
+            restored = found;
+        }
+        let cached = attempt.path.as_ref().map_or(0, Path::cached);
+        if !std::mem::replace(&mut attempt.announced, true) {
+            self.host.outbox.push(Event::Prompt(Prompt {
+                id: job.id.clone(),
+                tokens: job.tokens.len() as u64,
+                cached: cached as u64,
+            }));
+        }
         self.host.board.update(|figures| {
             figures.running = Some(Running {
                 id: job.id.clone(),
@@ -106,20 +138,21 @@ impl Engine {
         });
         let policy = policy(&job.draft, &self.settings);
         // A stored prefix has the head's key-values in it, so the head follows along also where the request doesn't draft.
-        let head = model.self_draft().filter(|_| policy != Policy::Off || path.is_some());
+        let head = model.self_draft().filter(|_| policy != Policy::Off || attempt.path.is_some());
         let mut drafter = head.map(Drafter::new);
         if let Some(restored) = restored {
-            caches.restore(restored.offset as i32, restored.trunk, Some(&restored.snapshot))?;
+            let offset = restored.snapshot.offset;
+            caches.restore(offset, restored.trunk, Some(&restored.snapshot))?;
             if let Some(drafter) = &mut drafter {
                 match (restored.head, restored.frontier) {
-                    (Some(head), Some(frontier)) => drafter.restore(restored.offset as i32, head, frontier)?,
+                    (Some(head), Some(frontier)) => drafter.restore(offset, head, frontier)?,
                     _ => return Err(Refusal::new(ErrorCode::Internal, "a cached prefix lacks the head's state")),
                 }
             }
         }
         let mut captures = Vec::new();
-        if let Some(path) = &path {
-            captures = self.prefix.captures(path, &self.turns(&job.tokens), cached, matched);
+        if let Some(path) = &attempt.path {
+            captures = path.captures(&self.turns(&job.tokens));
             caches.schedule(&captures.iter().map(|c| c.offset as i32).collect::<Vec<_>>());
         }
         let vocabulary = Vocabulary {
@@ -132,39 +165,15 @@ impl Engine {
             drafter,
             sampler: Sampler::new(&job.options, job.verify, job.seed, vocabulary, &job.tokens, self.path),
             emitter: Emitter::new(job, &self.text),
-            constraint,
+            constraint: attempt.constraint.take(),
             consumed: job.tokens[..cached].to_vec(),
             current: 0,
             stats: RoundStats::default(),
         };
-        let start = Instant::now();
-        let (through, frontiers) = self.prefill(job, &mut decoding, &captures)?;
-        let prefill = nanos(start);
-        if let Some(path) = &path {
-            self.keep_captures(job, &mut decoding, path, &captures, frontiers)?;
-        }
-        let start = Instant::now();
-        let finish = match (through, job.budget) {
-            (false, _) => Finish::Cancelled,
-            (true, 0) => Finish::Length,
-            (true, _) => {
-                self.host.board.update(|figures| {
-                    if let Some(running) = &mut figures.running {
-                        running.phase = Phase::Decode;
-                    }
-                });
-                self.decode(job, &mut decoding, policy)?
-            }
-        };
-        let decoded = nanos(start);
-        if let Some(path) = &mut path {
-            if decoding.stats != RoundStats::default() {
-                let mut tail = decoding.consumed[job.tokens.len()..].to_vec();
-                tail.push(decoding.current);
-                self.prefix.extend(path, &tail);
-                self.keep_rest(&mut decoding, path)?;
-            }
-        }
+        let result = self.advance(job, &mut decoding, attempt, &captures, policy);
+        attempt.constraint = decoding.constraint.take();
+        attempt.drawn = decoding.emitter.taken() > 0;
+        let (finish, prefill, decoded) = result?;
         let finish = match (decoding.emitter.finish(&self.host.outbox), finish) {
             (Some(stop), Finish::Length) => Finish::Stop(Some(stop)),
             (_, finish) => finish,
@@ -180,12 +189,53 @@ impl Engine {
         })
     }
 
+    /// Prefill and decoding, with what they leave in the prefix cache; also their nanoseconds.
+    fn advance(
+        &mut self,
+        job: &Job,
+        decoding: &mut Decoding<'_>,
+        attempt: &mut Attempt,
+        captures: &[Capture],
+        policy: Policy,
+    ) -> Result<(Finish, u64, u64), Refusal> {
+        let start = Instant::now();
+        let (through, frontiers) = self.prefill(job, decoding, attempt, captures)?;
+        let prefill = nanos(start);
+        if let Some(path) = &mut attempt.path {
+            self.keep_captures(job, decoding, path, captures, frontiers)?;
+        }
+        let start = Instant::now();
+        let finish = match (through, job.budget) {
+            (false, _) => Finish::Cancelled,
+            (true, 0) => Finish::Length,
+            (true, _) => {
+                self.host.board.update(|figures| {
+                    if let Some(running) = &mut figures.running {
+                        running.phase = Phase::Decode;
+                    }
+                });
+                self.decode(job, decoding, policy)?
+            }
+        };
+        let decoded = nanos(start);
+        if let Some(path) = &mut attempt.path {
+            if decoding.stats != RoundStats::default() {
+                let mut tail = decoding.consumed[job.tokens.len()..].to_vec();
+                tail.push(decoding.current);
+                path.extend(&tail);
+                self.keep_rest(decoding, path)?;
+            }
+        }
+        Ok((finish, prefill, decoded))
+    }
+
     /// Evaluates all prompt tokens but the last, which the first decode step consumes. False if cancelled on the way. Also
     /// returns the trunk's states at the captured offsets, for the drafter of whoever starts there.
     fn prefill(
-        &self,
+        &mut self,
         job: &Job,
         decoding: &mut Decoding<'_>,
+        attempt: &mut Attempt,
         captures: &[Capture],
     ) -> Result<(bool, Vec<(usize, Array)>), Refusal> {
         let mut frontiers = Vec::new();
@@ -220,32 +270,28 @@ impl Engine {
             if to - slot as usize >= 256 {
                 memory::clear_cache();
             }
-            self.report_prefill(job, at, total);
+            self.prefix.set_live(decoding.bytes());
+            self.report_prefill(job, attempt, at, total);
         }
         decoding.current = job.tokens[at];
         Ok((at == end && !self.cancelled(job), frontiers))
     }
 
-    /// Stores what prefill has captured; where it was cancelled, also the point that it got to.
+    /// Keeps what prefill has captured; where it was cancelled, also the point that it got to.
     fn keep_captures(
         &mut self,
         job: &Job,
         decoding: &mut Decoding<'_>,
-        path: &Path,
+        path: &mut Path,
         captures: &[Capture],
         frontiers: Vec<(usize, Array)>,
     ) -> Result<(), Refusal> {
-        let mut snapshots: Vec<(PointKind, Snapshot)> = Vec::new();
-        for snapshot in decoding.caches.take_snapshots()? {
-            let offset = snapshot.offset as usize;
-            let kind = captures.iter().find(|c| c.offset == offset).map_or(PointKind::Rest, |c| c.kind);
-            snapshots.push((kind, snapshot));
-        }
+        let mut snapshots = decoding.caches.take_snapshots()?;
         decoding.caches.schedule(&[]);
         let reached = decoding.consumed.len();
         let cut_short = reached + 1 < job.tokens.len();
-        if cut_short && snapshots.last().is_none_or(|(_, s)| (s.offset as usize) < reached) {
-            snapshots.extend(decoding.caches.snapshot()?.map(|s| (PointKind::Rest, s)));
+        if cut_short && reached > path.cached() && snapshots.last().is_none_or(|s| (s.offset as usize) < reached) {
+            snapshots.extend(decoding.caches.snapshot()?);
         }
         if snapshots.is_empty() {
             return Ok(());
@@ -253,22 +299,28 @@ impl Engine {
         if let Some(drafter) = &mut decoding.drafter {
             drafter.settle(decoding.current, &decoding.caches)?;
         }
-        for (kind, snapshot) in snapshots {
+        let states = snapshots.into_iter().map(|snapshot| {
             let offset = snapshot.offset as usize;
+            let kind = captures.iter().find(|c| c.offset == offset).map_or(PointKind::Rest, |c| c.kind);
             let frontier = frontiers.iter().find(|(at, _)| *at == offset).map(|(_, f)| f.clone());
             let frontier = frontier.or_else(|| decoding.drafter.as_ref().and_then(|d| d.frontier().cloned()));
-            let live = Live { trunk: &decoding.caches, head: decoding.drafter.as_ref().map(Drafter::caches) };
-            self.prefix.keep(path, kind, snapshot, frontier, &live)?;
-        }
+            State { kind, snapshot, frontier }
+        });
+        let states = states.collect();
+        let live = Live { trunk: &decoding.caches, head: decoding.drafter.as_ref().map(Drafter::caches) };
+        self.prefix.keep(path, states, &live);
         if let Some(drafter) = &mut decoding.drafter {
             drafter.unsettle();
         }
-        self.prefix.fit(decoding.bytes());
         Ok(())
     }
 
-    /// Stores where a request has come to rest.
-    fn keep_rest(&mut self, decoding: &mut Decoding<'_>, path: &Path) -> Result<(), Refusal> {
+    /// Keeps where a request has come to rest.
+    fn keep_rest(&mut self, decoding: &mut Decoding<'_>, path: &mut Path) -> Result<(), Refusal> {
+        if decoding.drafter.is_none() && decoding.model.self_draft().is_some() {
+            // Drafting broke down on the way, and a prefix without the head's part would be of no use.
+            return Ok(());
+        }
         let Some(snapshot) = decoding.caches.snapshot()? else { return Ok(()) };
         if let Some(drafter) = &mut decoding.drafter {
             drafter.settle(decoding.current, &decoding.caches)?;
@@ -278,9 +330,7 @@ impl Engine {
             None => None,
         };
         let live = Live { trunk: &decoding.caches, head: decoding.drafter.as_ref().map(Drafter::caches) };
-        self.prefix.keep(path, PointKind::Rest, snapshot, frontier, &live)?;
-        self.prefix.fit(0);
-        self.prefix.write_behind(path);
+        self.prefix.keep(path, vec![State { kind: PointKind::Rest, snapshot, frontier }], &live);
         Ok(())
     }
 
@@ -305,13 +355,14 @@ impl Engine {
             .collect()
     }
 
-    fn report_prefill(&self, job: &Job, done: usize, total: usize) {
+    fn report_prefill(&self, job: &Job, attempt: &mut Attempt, done: usize, total: usize) {
         self.host.board.update(|figures| {
             if let Some(running) = &mut figures.running {
                 running.prefilled = done as u64;
             }
         });
-        if job.progress {
+        if job.progress && done > attempt.reported {
+            attempt.reported = done;
             self.host.outbox.push(Event::Prefill(Prefill {
                 id: job.id.clone(),
                 done: done as u64,
@@ -358,6 +409,7 @@ impl Engine {
                     running.generated = decoding.emitter.taken() as u64;
                 }
             });
+            self.prefix.set_live(decoding.bytes());
             if let Some(health) = self.depth.take_health() {
                 let warning = health.to_string();
                 tracing::warn!("{warning}");

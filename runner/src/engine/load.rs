@@ -10,7 +10,7 @@ use lookahead_protocol::event::{DraftInfo, LoadProgress, LoadStage, MemoryInfo, 
 use lookahead_protocol::{ErrorCode, Event};
 
 use super::job::Refusal;
-use super::prefix::PrefixCache;
+use super::prefix::Prefixes;
 use super::text::{Awaited, TextStack};
 use super::Settings;
 use crate::host::latch::Latch;
@@ -38,7 +38,7 @@ pub struct LoadedModel {
     /// How the parts are computed.
     pub path: Path,
     /// An empty prefix cache, its disk tier opened.
-    pub prefix: PrefixCache,
+    pub prefix: Prefixes,
 }
 
 fn refusal(error: &LoadError) -> Refusal {
@@ -127,7 +127,7 @@ pub fn load_model(
     };
     let drafts = loaded.model.self_draft().is_some();
     let disk = open_disk(settings, &checkpoint, path, drafts);
-    let prefix = PrefixCache::new(settings.cache, drafts, disk);
+    let prefix = Prefixes::new(settings.cache, drafts, disk);
     Ok(Some(LoadedModel { model: loaded.model, text: stack, ready, path, prefix }))
 }
 

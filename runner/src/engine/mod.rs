@@ -17,8 +17,9 @@ pub mod text;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
-use crossbeam_channel::{select, Receiver};
+use crossbeam_channel::{after, never, select, Receiver};
 use lookahead_protocol::event::{
     AcceptanceEstimate, DoneReason, DraftInfo, DraftStatus, Failure, MemoryStatus, RoundCost, SamplingKind,
 };
@@ -30,7 +31,7 @@ use crate::model::qwen3_5::Qwen35;
 use crate::prefix::budget::Budgets;
 use crate::speculate::depth::{Mode, DepthController, DepthLimits, DepthModel};
 use job::{Job, Refusal};
-use prefix::PrefixCache;
+use prefix::Prefixes;
 use stats::RoundStats;
 use text::{Awaited, TextStack};
 
@@ -40,7 +41,10 @@ pub use generate::cancelled_before_start;
 pub const DEEPEST: usize = 16;
 
 /// How long an ending process may take to write prefixes that wait for the disk.
-const LAST_WRITES: std::time::Duration = std::time::Duration::from_millis(500);
+const LAST_WRITES: Duration = Duration::from_millis(500);
+
+/// How often the figures are renewed while prefixes are written.
+const RENEW: Duration = Duration::from_millis(50);
 
 /// `--draft`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -125,7 +129,9 @@ pub struct Engine {
     draft: DraftInfo,
     totals: RoundStats,
     weights: u64,
-    prefix: PrefixCache,
+    prefix: Prefixes,
+    /// Whether prefixes were on their way to the disk at the last look.
+    writing: bool,
     /// Sampling kind and context length of the latest request, which `status` tells the costs of.
     last_context: (Mode, usize),
     warning: Option<String>,
@@ -171,6 +177,7 @@ pub fn serve(
         totals: RoundStats::default(),
         weights: loaded.ready.memory.weights,
         prefix: loaded.prefix,
+        writing: false,
         last_context: (Mode::Greedy, 0),
         warning: None,
         settings,
@@ -180,13 +187,21 @@ pub fn serve(
     engine.host.outbox.push(Event::Ready(Box::new(loaded.ready)));
     let latch = engine.host.latch.clone();
     loop {
+        // The disk is written beside the engine, so `status` lags behind unless somebody looks.
+        let renew = if engine.writing { after(RENEW) } else { never() };
         select! {
             recv(commands) -> command => match command {
                 Ok(Command::Run(job)) if latch.is_set() || job.cancel.is_set() => {
                     let done = cancelled_before_start(&job.id, Some(job.arrived));
                     engine.host.finish(&job.id, Event::Done(Box::new(done)));
                 }
-                Ok(Command::Run(job)) => engine.run(*job),
+                Ok(Command::Run(job)) => {
+                    engine.run(*job);
+                    if commands.is_empty() {
+                        engine.prefix.persist();
+                        engine.refresh_board();
+                    }
+                }
                 Ok(Command::ClearCache) => {
                     engine.prefix.clear();
                     memory::clear_cache();
@@ -194,6 +209,7 @@ pub fn serve(
                 }
                 Err(_) => break,
             },
+            recv(renew) -> _ => engine.refresh_board(),
             recv(latch.channel()) -> _ => break,
         }
     }
@@ -217,7 +233,8 @@ fn cancel_outstanding(host: &Host) {
 }
 
 impl Engine {
-    fn refresh_board(&self) {
+    fn refresh_board(&mut self) {
+        self.writing = self.prefix.is_writing();
         let usage = memory::usage();
         let stats = self.totals.to_wire();
         let mut draft = DraftStatus::new(self.draft.clone(), &stats);
@@ -228,7 +245,7 @@ impl Engine {
             draft.cost = self.costs(mode, length);
             draft.acceptance = [Mode::Greedy, Mode::Sampled].into_iter().flat_map(|mode| self.rates(mode)).collect();
         }
-        let cache = self.prefix.status(0);
+        let cache = self.prefix.status();
         self.host.board.update(|figures| {
             figures.memory = MemoryStatus {
                 active: usage.active,
@@ -273,7 +290,7 @@ impl Engine {
             .collect()
     }
 
-    fn settle_board(&self, event: &Event, failed: bool) {
+    fn settle_board(&mut self, event: &Event, failed: bool) {
         self.refresh_board();
         self.host.board.update(|figures| {
             figures.running = None;

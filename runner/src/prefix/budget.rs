@@ -9,7 +9,8 @@ use std::str::FromStr;
 
 use super::payload::{Bytes, Segment, TierBytes};
 use super::plan::{removal_order, PathPoint};
-use super::trie::{NodeId, NodeView, Trie};
+use super::trie::{NodeId, Trie};
+use super::trie_view::NodeView;
 
 /// An amount of memory or disk as given on the command line: `0`, `4096`, `512MB`, `8GiB`, `1.5 GiB`, `25%`.
 #[derive(Clone, Copy, PartialEq, Debug)]

@@ -1,8 +1,7 @@
 //! The cache as a request sees it: look up, grow, settle. Ties the trie, the budgets, the disk tier and the figures together.
 //!
 //! One owner, the engine's thread. A request holds a [`Pin`] from [`PrefixCache::lookup`] on, which keeps the path that it
-//! started from; [`PrefixCache::grow`] moves it to where the request has come to rest, finished, cancelled or failed alike.
-//! The live caches of the last request may stay as they are, with segments that name ranges of them, until the pin goes.
+//! started from; [`PrefixCache::grow`] moves it to where the request has come to rest, finished or cancelled.
 //! Budgets hold after every call that can grow anything; a failed move costs cached state, never a request.
 
 use std::ops::Range;
@@ -142,42 +141,17 @@ impl<P: Payloads> PrefixCache<P> {
         Some(Restore { segments, point })
     }
 
-    /// Visit the segments of a pinned path from position `from` on, in order: to move those that name ranges of the live
-    /// caches into memory of their own before these are overwritten.
-    pub fn for_each_segment(
-        &mut self,
-        pin: &Pin,
-        from: usize,
-        mut visit: impl FnMut(Range<usize>, &mut P::Segment),
-    ) {
-        let Some(node) = self.trie.pinned(pin) else { return };
-        for (at, range) in self.trie.edges(node) {
-            if range.end > from {
-                if let Some(segment) = self.trie.segment_mut(at) {
-                    visit(range, segment);
-                }
-            }
-        }
-    }
-
-    /// How many leading positions two pinned paths share.
-    pub fn shared(&self, a: &Pin, b: &Pin) -> usize {
-        match (self.trie.pinned(a), self.trie.pinned(b)) {
-            (Some(a), Some(b)) => self.trie.offset(self.trie.common(a, b)),
-            _ => 0,
-        }
-    }
-
     /// Record what a request has computed: states captured on the way along `keys` (those beyond the keys are dropped), the
     /// last of them where it rests, and `segment(range)` for positions that weren't held yet. Returns the pin, moved to the
-    /// last state. A pin from before [`PrefixCache::clear`] records nothing.
+    /// last state. What comes after a segment that can't be made isn't recorded, nor is anything under a pin from before
+    /// [`PrefixCache::clear`].
     pub fn grow(
         &mut self,
         payloads: &mut P,
         pin: Pin,
         keys: &[Key],
         mut captured: Vec<(Capture, P::Point)>,
-        mut segment: impl FnMut(&mut P, Range<usize>) -> P::Segment,
+        mut segment: impl FnMut(&mut P, Range<usize>) -> Result<P::Segment, P::Error>,
     ) -> Pin {
         if self.trie.pinned(&pin).is_none() {
             return pin;
@@ -189,12 +163,17 @@ impl<P: Payloads> PrefixCache<P> {
             let Some(path) = keys.get(..capture.offset).filter(|path| !path.is_empty()) else {
                 continue;
             };
-            let node = self
+            let made = |range| segment(payloads, range);
+            match self
                 .trie
-                .insert_point(path, capture.kind, self.clock, point, |range| {
-                    segment(payloads, range)
-                });
-            last = Some(node);
+                .try_insert_point(path, capture.kind, self.clock, point, made)
+            {
+                Ok(node) => last = Some(node),
+                Err(error) => {
+                    tracing::warn!("prefix cache: keeping {} positions: {error}", path.len());
+                    break;
+                }
+            }
         }
         let pin = match last {
             Some(node) => {
@@ -301,6 +280,19 @@ impl<P: Payloads> PrefixCache<P> {
         self.disk.as_ref().map_or(Ok(()), |disk| disk.clear())
     }
 
+    /// Forget what is in memory, pinned or not: after a fault, when it can't be trusted any more.
+    pub fn reset(&mut self) {
+        self.trie.clear();
+        self.live = 0;
+    }
+
+    /// Whether something waits to be written to disk.
+    pub fn is_writing(&self) -> bool {
+        self.disk
+            .as_ref()
+            .is_some_and(|disk| disk.figures().pending_bytes > 0)
+    }
+
     /// Wait for what is queued for disk, at shutdown; false if that takes longer than `timeout`.
     pub fn flush(&self, timeout: Duration) -> bool {
         self.disk.as_ref().is_none_or(|disk| disk.flush(timeout))
@@ -331,9 +323,12 @@ impl<P: Payloads> PrefixCache<P> {
                 disk: budgets.disk,
             },
             disk_entries: disk.map_or(0, |disk| disk.entries),
-            disk_writable: disk.is_some_and(|disk| disk.writable),
+            disk_rejected: disk.map_or(0, |disk| disk.rejected),
             lookups: self.lookups,
-            evictions: self.evictions,
+            evictions: Evictions {
+                from_disk: disk.map_or(0, |disk| disk.evicted),
+                ..self.evictions
+            },
             load: disk.map(|disk| disk.loaded).unwrap_or_default(),
             store: disk.map(|disk| disk.stored).unwrap_or_default(),
         }

@@ -89,7 +89,7 @@ proptest! {
                     (Capture { offset, kind: PointKind::Rest }, FakePoint::of(path))
                 })
                 .collect();
-            let grown = cache.grow(&mut payloads, found.pin, &keys, states, |_, range| FakeSegment::of(&keys[range]));
+            let grown = cache.grow(&mut payloads, found.pin, &keys, states, |_, range| Ok(FakeSegment::of(&keys[range])));
             if let Some(room) = request.room {
                 cache.make_room(&mut payloads, room);
             }

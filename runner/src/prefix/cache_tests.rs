@@ -126,7 +126,7 @@ impl Engine {
         let pin = self
             .cache
             .grow(&mut self.payloads, found.pin, &keys, states, |_, range| {
-                FakeSegment::of(&keys[range])
+                Ok(FakeSegment::of(&keys[range]))
             });
         self.pin = Some(pin);
         let held = self.cache.stats().bytes;

@@ -9,6 +9,7 @@ pub mod plan;
 pub mod stats;
 pub mod trie;
 mod trie_check;
+pub mod trie_view;
 
 #[cfg(test)]
 mod fake;

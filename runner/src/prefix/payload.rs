@@ -105,13 +105,13 @@ pub trait Payloads {
     /// Nothing was written.
     fn write_point(&mut self, point: &Self::Point) -> Result<Vec<Tensor>, Self::Error>;
 
-    /// Rebuild a segment of `len` positions, in host memory, from what [`Self::write_segment`] gave.
+    /// Rebuild a segment of `len` positions, in either memory, from what [`Self::write_segment`] gave.
     ///
     /// # Errors
     /// The tensors aren't those of such a segment.
     fn read_segment(&mut self, tensors: Vec<Tensor>, len: usize) -> Result<Self::Segment, Self::Error>;
 
-    /// Rebuild a restore point, in host memory, from what [`Self::write_point`] gave.
+    /// Rebuild a restore point, in either memory, from what [`Self::write_point`] gave.
     ///
     /// # Errors
     /// The tensors aren't those of a restore point.

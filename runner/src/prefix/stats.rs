@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use serde::Serialize;
-
 /// Everything at one moment. Counters run since the start of the process.
-#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize)]
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct PrefixStats {
     /// Nodes of the trie.
     pub nodes: usize,
@@ -17,8 +15,8 @@ pub struct PrefixStats {
     pub budget: TierUse,
     /// Entries in the disk tier.
     pub disk_entries: usize,
-    /// Whether the disk tier accepts entries; false when off, full or not writable.
-    pub disk_writable: bool,
+    /// Entries in the disk tier that were ignored as damaged or foreign.
+    pub disk_rejected: u64,
     /// What requests found.
     pub lookups: Lookups,
     /// What was given up or moved to fit the budgets.
@@ -30,7 +28,7 @@ pub struct PrefixStats {
 }
 
 /// Bytes by tier.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct TierUse {
     /// Device memory, live caches included.
     pub device: u64,
@@ -41,7 +39,7 @@ pub struct TierUse {
 }
 
 /// Hits and misses.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Lookups {
     /// Requests that restored something.
     pub hits: u64,
@@ -54,7 +52,7 @@ pub struct Lookups {
 }
 
 /// Payloads moved and forgotten.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Evictions {
     /// Payloads moved from the device to host memory.
     pub to_host: u64,
@@ -64,10 +62,12 @@ pub struct Evictions {
     pub thinned: u64,
     /// Moves that failed.
     pub failed: u64,
+    /// Entries removed from disk to make room there.
+    pub from_disk: u64,
 }
 
 /// Work between memory and disk.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Transfers {
     /// Entries moved.
     pub count: u64,

@@ -6,16 +6,18 @@
 //! restored to or is in use. A node on a pinned path is never removed; its restore point may be.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::ops::Range;
 
 use slab::Slab;
 
 use super::key::Key;
-use super::payload::{Bytes, Segment, TierBytes};
+use super::payload::{Bytes, Segment};
 use super::plan::PointKind;
 
 /// A node. Valid until the next call that changes the trie, unless pinned.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct NodeId(usize);
+pub struct NodeId(pub(super) usize);
 
 /// Keeps the path to a node. Not `Clone`: one owner, who gives it back to [`Trie::unpin`].
 #[derive(PartialEq, Eq, Debug)]
@@ -39,34 +41,6 @@ pub struct Found {
     pub matched: usize,
     /// The deepest node with a restore point on the matched path within the limit, and its offset.
     pub point: Option<(NodeId, usize)>,
-}
-
-/// What eviction and reports need to know of one node.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct NodeView {
-    /// The node.
-    pub node: NodeId,
-    /// Keys from the root to the node's end.
-    pub offset: usize,
-    /// Bytes of the edge's segment.
-    pub segment: TierBytes,
-    /// The restore point at the end.
-    pub point: Option<PointView>,
-    /// Whether the node lies on a pinned path.
-    pub pinned: bool,
-    /// Latest use of any restore point at or below the node, 0 where there is none.
-    pub used: u64,
-}
-
-/// One restore point.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct PointView {
-    /// Why it was captured.
-    pub kind: PointKind,
-    /// Last use.
-    pub used: u64,
-    /// Bytes of the state.
-    pub bytes: TierBytes,
 }
 
 #[derive(Debug)]
@@ -178,17 +152,35 @@ impl<S: Segment, R: Bytes> Trie<S, R> {
         kind: PointKind,
         used: u64,
         payload: R,
-        segment: impl FnOnce(std::ops::Range<usize>) -> S,
+        segment: impl FnOnce(Range<usize>) -> S,
     ) -> NodeId {
+        let Ok(node) = self.try_insert_point(keys, kind, used, payload, |range| {
+            Ok::<_, Infallible>(segment(range))
+        });
+        node
+    }
+
+    /// The same with a segment that may fail to be made.
+    ///
+    /// # Errors
+    /// That of `segment`; the trie is as it was.
+    pub fn try_insert_point<E>(
+        &mut self,
+        keys: &[Key],
+        kind: PointKind,
+        used: u64,
+        payload: R,
+        segment: impl FnOnce(Range<usize>) -> Result<S, E>,
+    ) -> Result<NodeId, E> {
         if keys.is_empty() {
-            return self.root;
+            return Ok(self.root);
         }
-        let node = self.reach(keys, segment);
+        let node = self.reach(keys, segment)?;
         let point = &mut self.node_mut(node).point;
         let kind = point.as_ref().map_or(kind, |old| old.kind.max(kind));
         *point = Some(Point { kind, used, payload });
         self.debug_check();
-        node
+        Ok(node)
     }
 
     /// Pin the path to `node`.
@@ -203,8 +195,9 @@ impl<S: Segment, R: Bytes> Trie<S, R> {
     }
 
     /// Pin the path to the end of `keys`, with `segment(range)` for the positions that the trie lacks.
-    pub fn pin_path(&mut self, keys: &[Key], segment: impl FnOnce(std::ops::Range<usize>) -> S) -> Pin {
-        let node = self.reach(keys, segment);
+    #[cfg(test)]
+    pub(crate) fn pin_path(&mut self, keys: &[Key], segment: impl FnOnce(Range<usize>) -> S) -> Pin {
+        let Ok(node) = self.reach(keys, |range| Ok::<_, Infallible>(segment(range)));
         self.pin(node)
     }
 
@@ -252,7 +245,7 @@ impl<S: Segment, R: Bytes> Trie<S, R> {
     }
 
     /// The nodes below the root down to `node`, in order of offset, with the positions of their edges.
-    pub fn edges(&self, node: NodeId) -> Vec<(NodeId, std::ops::Range<usize>)> {
+    pub fn edges(&self, node: NodeId) -> Vec<(NodeId, Range<usize>)> {
         let mut edges: Vec<_> = self
             .path(node)
             .filter(|&at| at != self.root)
@@ -260,19 +253,6 @@ impl<S: Segment, R: Bytes> Trie<S, R> {
             .collect();
         edges.reverse();
         edges
-    }
-
-    /// The deepest node that lies on both paths.
-    pub fn common(&self, a: NodeId, b: NodeId) -> NodeId {
-        let (mut a, mut b) = (a, b);
-        while a != b {
-            if self.offset(a) >= self.offset(b) {
-                a = self.node(a).parent;
-            } else {
-                b = self.node(b).parent;
-            }
-        }
-        a
     }
 
     /// All keys from the root to the end of `node`.
@@ -300,75 +280,6 @@ impl<S: Segment, R: Bytes> Trie<S, R> {
     /// The same, to be moved between tiers.
     pub fn point_mut(&mut self, node: NodeId) -> Option<&mut Point<R>> {
         self.node_mut(node).point.as_mut()
-    }
-
-    /// All nodes but the root, children before their parents.
-    pub fn views(&self) -> Vec<NodeView> {
-        let mut order: Vec<_> = self
-            .nodes
-            .iter()
-            .map(|(id, _)| NodeId(id))
-            .filter(|&id| id != self.root)
-            .collect();
-        order.sort_by_key(|&id| (std::cmp::Reverse(self.offset(id)), id));
-        let mut used: BTreeMap<NodeId, u64> = BTreeMap::new();
-        let view = |id: NodeId| {
-            let node = self.node(id);
-            let point = node.point.as_ref().map(|point| PointView {
-                kind: point.kind,
-                used: point.used,
-                bytes: point.payload.bytes(),
-            });
-            let below = used.get(&id).copied().unwrap_or(0);
-            let latest = point.map_or(below, |point| below.max(point.used));
-            let above = used.entry(node.parent).or_default();
-            *above = latest.max(*above);
-            let segment = node
-                .segment
-                .as_ref()
-                .map_or_else(TierBytes::default, Bytes::bytes);
-            NodeView {
-                node: id,
-                offset: node.end,
-                segment,
-                point,
-                pinned: node.pinned > 0,
-                used: latest,
-            }
-        };
-        order.into_iter().map(view).collect()
-    }
-
-    /// The least recently used restore point off every pinned path, the deepest of several.
-    pub fn oldest_point(&self) -> Option<NodeId> {
-        self.nodes
-            .iter()
-            .filter(|(_, node)| node.pinned == 0)
-            .filter_map(|(id, node)| Some((node.point.as_ref()?.used, std::cmp::Reverse(node.end), id)))
-            .min()
-            .map(|(_, _, id)| NodeId(id))
-    }
-
-    /// Bytes of all payloads, summed afresh.
-    pub fn bytes(&self) -> TierBytes {
-        let mut sum = TierBytes::default();
-        for (_, node) in &self.nodes {
-            sum += node
-                .segment
-                .as_ref()
-                .map_or_else(TierBytes::default, Bytes::bytes);
-            sum += node
-                .point
-                .as_ref()
-                .map_or_else(TierBytes::default, |point| point.payload.bytes());
-        }
-        sum
-    }
-
-    /// Nodes (the root excluded) and restore points.
-    pub fn counts(&self) -> (usize, usize) {
-        let points = self.nodes.iter().filter(|(_, node)| node.point.is_some()).count();
-        (self.nodes.len() - 1, points)
     }
 
     pub(super) fn node(&self, id: NodeId) -> &Node<S, R> {
@@ -415,15 +326,23 @@ impl<S: Segment, R: Bytes> Trie<S, R> {
 
     /// The node at the end of `keys`, made where it is missing: by cutting the edge it lies in, or as a new child. An existing
     /// node is never extended under its payloads.
-    fn reach(&mut self, keys: &[Key], segment: impl FnOnce(std::ops::Range<usize>) -> S) -> NodeId {
+    fn reach<E>(
+        &mut self,
+        keys: &[Key],
+        segment: impl FnOnce(Range<usize>) -> Result<S, E>,
+    ) -> Result<NodeId, E> {
         let walk = self.walk(keys);
+        let missing = walk.matched..keys.len();
+        // Before anything is cut, so that a failure leaves no trace.
+        let segment = if missing.is_empty() {
+            None
+        } else {
+            Some(segment(missing)?)
+        };
         let at = walk
             .partial
             .map_or(walk.node, |(child, same)| self.cut(child, same));
-        if walk.matched == keys.len() {
-            return at;
-        }
-        let segment = segment(walk.matched..keys.len());
+        let Some(segment) = segment else { return Ok(at) };
         debug_assert_eq!(
             segment.len(),
             keys.len() - walk.matched,
@@ -440,7 +359,7 @@ impl<S: Segment, R: Bytes> Trie<S, R> {
             pin_ends: 0,
         }));
         self.node_mut(at).children.insert(keys[walk.matched], node);
-        node
+        Ok(node)
     }
 
     /// Cut the edge of `lower` after its first `at` keys; `lower` keeps its identity and its restore point.

@@ -1,5 +1,6 @@
 use super::*;
 use crate::prefix::fake::{FakePoint, FakeSegment, PER_KEY, PER_POINT};
+use crate::prefix::trie_view::NodeView;
 
 type Fake = Trie<FakeSegment, FakePoint>;
 
@@ -249,16 +250,24 @@ fn nothing_is_stored_at_offset_zero() {
 }
 
 #[test]
-fn edges_and_common_ancestors_follow_the_path() {
+fn edges_follow_the_path() {
     let mut trie = Fake::new();
     let stem = put(&mut trie, "ab", 1);
-    let left = put(&mut trie, "abcd", 1);
+    put(&mut trie, "abcd", 1);
     let right = put(&mut trie, "abxyz", 1);
     assert_eq!(trie.edges(right), [(stem, 0..2), (right, 2..5)]);
-    assert_eq!(trie.common(left, right), stem);
-    assert_eq!(trie.common(left, stem), stem);
-    let other = put(&mut trie, "q", 1);
-    assert_eq!(trie.common(left, other), trie.root());
+}
+
+#[test]
+fn a_segment_that_cannot_be_made_leaves_no_trace() {
+    let mut trie = Fake::new();
+    put(&mut trie, "abcd", 1);
+    let path = keys("abxy");
+    let made = trie.try_insert_point(&path, PointKind::Rest, 2, FakePoint::of(&path), |_| {
+        Err("no memory")
+    });
+    assert_eq!(made, Err("no memory"));
+    assert_eq!((trie.counts(), trie.check()), ((1, 1), Ok(())));
 }
 
 #[test]

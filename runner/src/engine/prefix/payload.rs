@@ -6,6 +6,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use mlx_rs::error::{Exception, Result};
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use safetensors::Dtype as FileDtype;
 
@@ -36,6 +37,13 @@ impl Stored {
         }
     }
 
+    fn shape(&self) -> &[i32] {
+        match self {
+            Self::Device(array) => array.shape(),
+            Self::Host(host) => &host.shape,
+        }
+    }
+
     fn on_device(&self) -> Array {
         match self {
             Self::Device(array) => array.clone(),
@@ -51,7 +59,9 @@ impl Stored {
             Self::Host(host) => Ok(host.clone()),
             Self::Device(array) => {
                 let flat = ops::compact(array)?.reshape(&[-1])?.view_dtype(Dtype::Uint8)?;
-                let bytes = flat.try_as_slice::<u8>().map_err(|error| Exception::custom(error.to_string()))?;
+                let bytes = flat
+                    .try_as_slice::<u8>()
+                    .map_err(|error| Exception::custom(error.to_string()))?;
                 Ok(HostArray {
                     shape: array.shape().to_vec(),
                     dtype: array.dtype(),
@@ -67,7 +77,11 @@ impl Stored {
             Dtype::Float32 => FileDtype::F32,
             Dtype::Bfloat16 => FileDtype::BF16,
             Dtype::Float16 => FileDtype::F16,
-            other => return Err(Exception::custom(format!("state of type {other:?} can't be stored"))),
+            other => {
+                return Err(Exception::custom(format!(
+                    "state of type {other:?} can't be stored"
+                )))
+            }
         };
         Ok(Tensor {
             name,
@@ -87,9 +101,15 @@ impl Stored {
         let shape: Vec<i32> = tensor.shape.iter().map(|&d| d as i32).collect();
         let wanted = tensor.shape.iter().product::<usize>() * dtype_bytes(dtype);
         if wanted != tensor.data.len() {
-            return Err(Exception::custom("stored state has another length than its shape"));
+            return Err(Exception::custom(
+                "stored state has another length than its shape",
+            ));
         }
-        Ok(Self::Host(HostArray { shape, dtype, bytes: Rc::new(tensor.data) }))
+        // On the device at once: whoever asked for it restores it next, and the host tier may be off.
+        // SAFETY: the bytes are exactly those of an array of this shape and type, and MLX copies them.
+        Ok(Self::Device(unsafe {
+            Array::from_raw_data(tensor.data.as_ptr().cast(), &shape, dtype)
+        }))
     }
 }
 
@@ -131,7 +151,9 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        self.chunk.alive.set(self.chunk.alive.get() - (self.to - self.from));
+        self.chunk
+            .alive
+            .set(self.chunk.alive.get() - (self.to - self.from));
     }
 }
 
@@ -142,26 +164,25 @@ pub struct EdgeState {
 }
 
 impl EdgeState {
-    /// From compact copies of `len` slots, one entry a layer.
-    pub fn new(layers: Vec<KvSegment>, len: usize) -> Self {
-        let layers = layers.into_iter().map(|s| (Stored::Device(s.keys), Stored::Device(s.values))).collect();
-        Self::of(layers, len)
+    /// From copies of `len` slots, one entry a layer; computes them.
+    pub fn new(layers: Vec<KvSegment>, len: usize) -> Result<Self> {
+        eval(layers.iter().flat_map(|s| [&s.keys, &s.values]))?;
+        let layers = layers
+            .into_iter()
+            .map(|s| (Stored::Device(s.keys), Stored::Device(s.values)))
+            .collect();
+        Ok(Self::of(layers, len))
     }
 
     fn of(layers: Vec<(Stored, Stored)>, len: usize) -> Self {
-        let chunk = Rc::new(Chunk { layers, len, alive: Cell::new(0) });
-        Self { pieces: vec![Piece::new(chunk, 0, len)] }
-    }
-
-    /// Arrays to evaluate.
-    pub fn arrays(&self) -> Vec<Array> {
-        let stored = self.pieces.iter().flat_map(|p| &p.chunk.layers).flat_map(|(k, v)| [k, v]);
-        stored
-            .filter_map(|s| match s {
-                Stored::Device(array) => Some(array.clone()),
-                Stored::Host(_) => None,
-            })
-            .collect()
+        let chunk = Rc::new(Chunk {
+            layers,
+            len,
+            alive: Cell::new(0),
+        });
+        Self {
+            pieces: vec![Piece::new(chunk, 0, len)],
+        }
     }
 
     /// Appends this edge's key-values to those of the path so far, one list a layer.
@@ -177,7 +198,10 @@ impl EdgeState {
                 let cut = |stored: &Stored| {
                     ops::slice_axis(&stored.on_device(), 2, piece.from as i32, piece.to as i32)
                 };
-                list.push(KvSegment { keys: cut(keys)?, values: cut(values)? });
+                list.push(KvSegment {
+                    keys: cut(keys)?,
+                    values: cut(values)?,
+                });
             }
         }
         Ok(())
@@ -193,7 +217,9 @@ impl EdgeState {
         let mut path = Vec::new();
         self.append_to(&mut path)?;
         let join = |parts: Vec<&Array>| -> Result<Stored> {
-            Ok(Stored::Device(ops::compact(&mlx_rs::ops::concatenate(&parts, 2)?)?))
+            Ok(Stored::Device(ops::compact(&mlx_rs::ops::concatenate(
+                &parts, 2,
+            )?)?))
         };
         path.iter()
             .map(|list| {
@@ -216,8 +242,14 @@ impl Bytes for EdgeState {
                 whole += values.bytes();
             }
             // A buffer that outlives some of its pieces is charged to those that keep it alive.
-            let (mine, alive) = ((piece.to - piece.from) as u64, piece.chunk.alive.get().max(1) as u64);
-            sum += TierBytes { device: whole.device * mine / alive, host: whole.host * mine / alive };
+            let (mine, alive) = (
+                (piece.to - piece.from) as u64,
+                piece.chunk.alive.get().max(1) as u64,
+            );
+            sum += TierBytes {
+                device: whole.device * mine / alive,
+                host: whole.host * mine / alive,
+            };
         }
         sum
     }
@@ -239,8 +271,12 @@ impl Segment for EdgeState {
                 lower.pieces.push(piece);
             } else {
                 let middle = piece.from + at - done;
-                upper.pieces.push(Piece::new(Rc::clone(&piece.chunk), piece.from, middle));
-                lower.pieces.push(Piece::new(Rc::clone(&piece.chunk), middle, piece.to));
+                upper
+                    .pieces
+                    .push(Piece::new(Rc::clone(&piece.chunk), piece.from, middle));
+                lower
+                    .pieces
+                    .push(Piece::new(Rc::clone(&piece.chunk), middle, piece.to));
             }
             done += len;
         }
@@ -257,26 +293,35 @@ impl Segment for EdgeState {
 /// Whole state at one offset: recurrent layers, and the frontier hidden where the model drafts.
 #[derive(Debug)]
 pub struct PointState {
-    offset: i32,
     states: Vec<(Stored, Stored)>,
     frontier: Option<Stored>,
 }
 
 impl PointState {
-    /// From compact copies.
-    pub fn new(snapshot: Snapshot, frontier: Option<Array>) -> Self {
-        let states = snapshot.states.into_iter().map(|s| (Stored::Device(s.conv), Stored::Device(s.state)));
-        Self { offset: snapshot.offset, states: states.collect(), frontier: frontier.map(Stored::Device) }
+    /// From compact copies; computes them.
+    pub fn new(snapshot: Snapshot, frontier: Option<Array>) -> Result<Self> {
+        eval(snapshot.arrays().chain(&frontier))?;
+        let states = snapshot
+            .states
+            .into_iter()
+            .map(|s| (Stored::Device(s.conv), Stored::Device(s.state)));
+        Ok(Self {
+            states: states.collect(),
+            frontier: frontier.map(Stored::Device),
+        })
     }
 
-    /// The recurrent layers' state.
-    pub fn snapshot(&self) -> Snapshot {
+    /// The recurrent layers' state, at `offset`.
+    pub fn snapshot(&self, offset: i32) -> Snapshot {
         let states = self
             .states
             .iter()
-            .map(|(conv, state)| RecurrentState { conv: conv.on_device(), state: state.on_device() })
+            .map(|(conv, state)| RecurrentState {
+                conv: conv.on_device(),
+                state: state.on_device(),
+            })
             .collect();
-        Snapshot { offset: self.offset, states }
+        Snapshot { offset, states }
     }
 
     /// The trunk's state at the last slot, [1, 1, D].
@@ -286,16 +331,6 @@ impl PointState {
 
     fn stored(&self) -> impl Iterator<Item = &Stored> {
         self.states.iter().flat_map(|(a, b)| [a, b]).chain(&self.frontier)
-    }
-
-    /// Arrays to evaluate.
-    pub fn arrays(&self) -> Vec<Array> {
-        self.stored()
-            .filter_map(|s| match s {
-                Stored::Device(array) => Some(array.clone()),
-                Stored::Host(_) => None,
-            })
-            .collect()
     }
 }
 
@@ -323,14 +358,23 @@ impl Payloads for Mover {
     type Error = Exception;
 
     fn segment_to_host(&mut self, segment: &mut EdgeState) -> Result<()> {
-        let layers = segment.joined()?.iter().map(host_pair).collect::<Result<Vec<_>>>()?;
+        let layers = segment
+            .joined()?
+            .iter()
+            .map(host_pair)
+            .collect::<Result<Vec<_>>>()?;
         *segment = EdgeState::of(layers, segment.len());
         Ok(())
     }
 
     fn point_to_host(&mut self, point: &mut PointState) -> Result<()> {
         let states = point.states.iter().map(host_pair).collect::<Result<Vec<_>>>()?;
-        let frontier = point.frontier.as_ref().map(Stored::to_host).transpose()?.map(Stored::Host);
+        let frontier = point
+            .frontier
+            .as_ref()
+            .map(Stored::to_host)
+            .transpose()?
+            .map(Stored::Host);
         point.states = states;
         point.frontier = frontier;
         Ok(())
@@ -360,9 +404,11 @@ impl Payloads for Mover {
     fn read_segment(&mut self, tensors: Vec<Tensor>, len: usize) -> Result<EdgeState> {
         let mut found = by_name(tensors);
         let layers = pairs(&mut found, "keys", "values")?;
-        let fits = |stored: &Stored| matches!(stored, Stored::Host(h) if h.shape.get(2) == Some(&(len as i32)));
+        let fits = |stored: &Stored| stored.shape().get(2) == Some(&(len as i32));
         if layers.is_empty() || !layers.iter().all(|(k, v)| fits(k) && fits(v)) {
-            return Err(Exception::custom("a stored segment has another length than its name says"));
+            return Err(Exception::custom(
+                "a stored segment has another length than its name says",
+            ));
         }
         Ok(EdgeState::of(layers, len))
     }
@@ -371,25 +417,15 @@ impl Payloads for Mover {
         let mut found = by_name(tensors);
         let frontier = found.remove("frontier").map(Stored::from_tensor).transpose()?;
         let states = pairs(&mut found, "conv", "state")?;
-        Ok(PointState { offset: 0, states, frontier })
-    }
-}
-
-impl PointState {
-    /// Sets the offset of a state that was read back.
-    pub fn at(mut self, offset: usize) -> Self {
-        self.offset = offset as i32;
-        self
-    }
-
-    /// How many recurrent layers it has.
-    pub fn layers(&self) -> usize {
-        self.states.len()
+        Ok(PointState { states, frontier })
     }
 }
 
 fn by_name(tensors: Vec<Tensor>) -> std::collections::HashMap<String, Tensor> {
-    tensors.into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect()
+    tensors
+        .into_iter()
+        .map(|tensor| (tensor.name.clone(), tensor))
+        .collect()
 }
 
 fn pairs(

@@ -100,6 +100,7 @@ pub(super) struct State {
     pub(super) evicted: u64,
     pub(super) stored: Transfers,
     loaded: Transfers,
+    rejected: u64,
     warnings: Vec<DiskError>,
 }
 
@@ -154,6 +155,7 @@ impl DiskStore {
             evicted: 0,
             stored: Transfers::default(),
             loaded: Transfers::default(),
+            rejected: 0,
             warnings: Vec::new(),
         };
         let shared = Arc::new(Shared {
@@ -202,8 +204,8 @@ impl DiskStore {
         state.index.leads_to((end, path)) || state.pending.iter().any(coming)
     }
 
-    /// Read an entry and mark it used; `keys` are those of its whole path, from position 0 on. None where it has vanished, is damaged or foreign: it is then no
-    /// longer found, and for the latter two a warning is kept.
+    /// Read an entry and mark it used; `keys` are those of its whole path, from position 0 on. None where it has vanished, is
+    /// damaged or foreign: it is then no longer found, and for the latter two a warning is kept.
     pub fn load(&self, name: Name, keys: &[Key]) -> Option<Vec<Tensor>> {
         let begun = Instant::now();
         let path = self.shared.directory.join(name.to_string());
@@ -222,6 +224,7 @@ impl DiskStore {
                 let vanished =
                     matches!(&error, DiskError::Io { source, .. } if source.kind() == ErrorKind::NotFound);
                 if !vanished && state.bad.insert(name) {
+                    state.rejected += 1;
                     state.warn(error);
                 }
                 None
@@ -234,6 +237,7 @@ impl DiskStore {
         let mut state = self.shared.lock();
         state.index.remove(&name);
         if state.bad.insert(name) {
+            state.rejected += 1;
             state.warn(DiskError::Malformed {
                 name: name.to_string(),
                 reason,
@@ -333,6 +337,7 @@ impl DiskStore {
             writable: state.writable,
             stored: state.stored,
             loaded: state.loaded,
+            rejected: state.rejected,
         }
     }
 
@@ -375,6 +380,8 @@ pub struct DiskFigures {
     pub stored: Transfers,
     /// Entries read.
     pub loaded: Transfers,
+    /// Entries ignored as damaged or foreign.
+    pub rejected: u64,
 }
 
 impl Drop for DiskStore {
