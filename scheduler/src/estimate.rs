@@ -68,7 +68,7 @@ fn memory_in(inspection: &Value) -> Option<u64> {
 }
 
 /// The bytes of the files that hold weights.
-fn weight_files(path: &Path) -> u64 {
+pub(crate) fn weight_files(path: &Path) -> u64 {
     if path.is_file() {
         return split_parts(path);
     }

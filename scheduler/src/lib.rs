@@ -6,6 +6,7 @@
 pub mod catalog;
 pub mod config;
 pub mod estimate;
+pub mod gguf;
 pub mod log;
 pub mod memory;
 pub mod outbox;

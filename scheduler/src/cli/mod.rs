@@ -4,6 +4,7 @@
 //! Exit status: 0 for success, 1 for a failed request or load, 2 for a bad command line, 130 after Ctrl-C.
 
 mod generation;
+mod gguf;
 mod programs;
 mod run;
 mod serve;
@@ -32,6 +33,8 @@ enum Command {
     Run(Box<run::RunArguments>),
     /// Speak the wire protocol on stdin and stdout, for one or more models.
     Serve(serve::ServeArguments),
+    /// Speak the runner's side of the wire protocol for one GGUF file, through llama-server. `serve` and `run` start this.
+    Gguf(gguf::GgufArguments),
 }
 
 /// Runs the command line and says how it went.
@@ -40,6 +43,7 @@ pub(crate) fn main() -> ExitCode {
     let result = match arguments.command {
         Command::Run(arguments) => run::run(&arguments),
         Command::Serve(arguments) => serve::serve(arguments),
+        Command::Gguf(arguments) => gguf::gguf(arguments),
     };
     let code = result.unwrap_or_else(|error| {
         lookahead_scheduler::log::flush(std::time::Duration::from_millis(200));

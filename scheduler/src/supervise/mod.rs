@@ -27,6 +27,8 @@ use crate::process::Output;
 use crate::programs::Programs;
 use model::Model;
 
+pub(crate) use report::empty_done;
+
 /// Inputs that may wait for the thread; whoever produces more waits.
 const INPUT_QUEUE: usize = 256;
 

@@ -136,7 +136,7 @@ fn entry(model: &Model, now: Instant) -> Option<ModelEntry> {
 }
 
 /// A `done` for a request that no process has worked on.
-pub(super) fn empty_done(id: &str, reason: DoneReason, waited: u64) -> Done {
+pub(crate) fn empty_done(id: &str, reason: DoneReason, waited: u64) -> Done {
     Done {
         id: id.to_owned(),
         done_reason: reason,

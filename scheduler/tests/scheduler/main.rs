@@ -2,8 +2,13 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests: a panic is a test's failure")]
 
 mod faults;
+mod gguf;
 mod host;
 mod lifecycle;
 mod requests;
 mod run;
 mod soak;
+
+#[expect(dead_code, reason = "shared with the unit tests, which use more of it")]
+#[path = "../../src/gguf/synthetic.rs"]
+mod synthetic;

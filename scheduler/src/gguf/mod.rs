@@ -1,0 +1,16 @@
+//! GGUF files, served by llama.cpp's `llama-server` behind the runner's side of the wire protocol.
+//!
+//! Invariant: to the scheduler a GGUF model is a process like any other. `lookahead gguf` is that process: it starts the server,
+//! translates, and takes it along in every way of ending.
+
+pub mod answer;
+pub mod ask;
+pub mod bridge;
+pub mod drafting;
+pub mod find;
+pub mod header;
+pub mod http;
+pub mod launch;
+#[cfg(test)]
+mod synthetic;
+mod work;
