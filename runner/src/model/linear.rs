@@ -3,10 +3,12 @@
 //! Invariant: `forward(x)` is `x @ W^T` with W [out, in] as the checkpoint stores it; packing rows changes no result row.
 
 use mlx_rs::error::Result;
+use mlx_rs::ops::indexing::take_axis;
 use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::{Array, Dtype};
 
-use crate::mlx::ops::{self, QuantMode};
+use super::matrix::{Codes, Matrix};
+use crate::mlx::ops;
 
 /// One matrix [out, in].
 #[derive(Debug, Clone)]
@@ -17,65 +19,62 @@ pub enum Linear {
         transposed: Array,
     },
     /// Packed codes with their scales.
-    Quantized {
-        /// Codes, [out, in * bits / 32] uint32.
-        weight: Array,
-        /// Scales, [out, in / group].
-        scales: Array,
-        /// Biases of the affine mode, [out, in / group].
-        biases: Option<Array>,
-        /// Extra factor of the whole matrix (imported nvfp4 files).
-        global_scale: Option<Array>,
-        /// Storage mode.
-        mode: QuantMode,
-    },
+    Quantized(Codes),
 }
 
 impl Linear {
-    /// A dense matrix from its [out, in] values.
-    pub fn dense(weight: &Array) -> Result<Self> {
-        Ok(Self::Dense { transposed: weight.transpose_axes(&[1, 0])? })
+    /// The product with a stored matrix.
+    pub fn new(matrix: Matrix) -> Result<Self> {
+        Ok(match matrix {
+            Matrix::Dense(values) => Self::Dense { transposed: values.transpose_axes(&[1, 0])? },
+            Matrix::Quantized(codes) => Self::Quantized(codes),
+        })
     }
 
     /// Rows of W.
     pub fn outputs(&self) -> i32 {
         match self {
             Self::Dense { transposed } => transposed.dim(1),
-            Self::Quantized { weight, .. } => weight.dim(0),
+            Self::Quantized(codes) => codes.weight.dim(0),
         }
     }
 
     /// `x @ W^T`; x [..., in] → [..., out] in x's type.
     pub fn forward(&self, x: &Array) -> Result<Array> {
-        match self {
-            Self::Dense { transposed } => matmul(x, transposed),
-            Self::Quantized { weight, scales, biases, global_scale, mode } => {
-                let y = ops::quantized_matmul(x, weight, scales, biases.as_ref(), *mode)?;
-                match global_scale {
-                    Some(scale) => ops::cast(&y.multiply(scale)?, x.dtype()),
-                    None => Ok(y),
+        let y = match self {
+            // Promotion would widen the whole matrix at every call; the row is narrowed instead.
+            Self::Dense { transposed } if transposed.dtype() == Dtype::Bfloat16 => {
+                matmul(&ops::cast(x, Dtype::Bfloat16)?, transposed)?
+            }
+            Self::Dense { transposed } => matmul(x, transposed)?,
+            Self::Quantized(codes) => {
+                let y =
+                    ops::quantized_matmul(x, &codes.weight, &codes.scales, codes.biases.as_ref(), codes.mode)?;
+                match &codes.global_scale {
+                    Some(scale) => y.multiply(scale)?,
+                    None => y,
                 }
             }
-        }
+        };
+        ops::cast(&y, x.dtype())
     }
 
     /// Rows of W by id: an embedding. ids [B, L] → [B, L, in] in `dtype`.
     pub fn embed(&self, ids: &Array, dtype: Dtype) -> Result<Array> {
-        use mlx_rs::ops::indexing::take_axis;
         match self {
             Self::Dense { transposed } => {
                 let rows = transposed.transpose_axes(&[1, 0])?;
                 ops::cast(&take_axis(&rows, ids, 0)?, dtype)
             }
-            Self::Quantized { weight, scales, biases, global_scale, mode } => {
-                let biases = biases.as_ref().map(|b| take_axis(b, ids, 0)).transpose()?;
-                let w = take_axis(weight, ids, 0)?;
-                let s = take_axis(scales, ids, 0)?;
-                let rows = ops::dequantize(&w, &s, biases.as_ref(), *mode, dtype)?;
-                match global_scale {
-                    Some(scale) => ops::cast(&rows.multiply(scale)?, dtype),
-                    None => Ok(rows),
-                }
+            Self::Quantized(codes) => {
+                let rows = Codes {
+                    weight: take_axis(&codes.weight, ids, 0)?,
+                    scales: take_axis(&codes.scales, ids, 0)?,
+                    biases: codes.biases.as_ref().map(|b| take_axis(b, ids, 0)).transpose()?,
+                    global_scale: codes.global_scale.clone(),
+                    mode: codes.mode,
+                };
+                rows.decode(dtype)
             }
         }
     }
@@ -84,52 +83,7 @@ impl Linear {
     pub fn arrays(&self) -> Vec<&Array> {
         match self {
             Self::Dense { transposed } => vec![transposed],
-            Self::Quantized { weight, scales, biases, global_scale, .. } => {
-                let mut out = vec![weight, scales];
-                out.extend(biases.iter());
-                out.extend(global_scale.iter());
-                out
-            }
-        }
-    }
-
-    fn join(parts: &[&Self]) -> Result<Option<Self>> {
-        match parts[0] {
-            Self::Dense { transposed: first } => {
-                let mut rows = Vec::with_capacity(parts.len());
-                for part in parts {
-                    match part {
-                        Self::Dense { transposed } if transposed.dtype() == first.dtype() => rows.push(transposed),
-                        _ => return Ok(None),
-                    }
-                }
-                // Joined as rows of W, then viewed transposed again, so that the product keeps its fast layout.
-                let rows = rows.iter().map(|t| t.transpose_axes(&[1, 0])).collect::<Result<Vec<_>>>()?;
-                Ok(Some(Self::dense(&concatenate(&rows, 0)?)?))
-            }
-            Self::Quantized { mode, biases, global_scale: None, scales, .. } => {
-                let (mut ws, mut ss, mut bs) = (Vec::new(), Vec::new(), Vec::new());
-                for part in parts {
-                    match part {
-                        Self::Quantized { weight, scales: s, biases: b, global_scale: None, mode: m }
-                            if m == mode && b.is_some() == biases.is_some() && s.dtype() == scales.dtype() =>
-                        {
-                            ws.push(weight);
-                            ss.push(s);
-                            bs.extend(b.iter());
-                        }
-                        _ => return Ok(None),
-                    }
-                }
-                Ok(Some(Self::Quantized {
-                    weight: concatenate(&ws, 0)?,
-                    scales: concatenate(&ss, 0)?,
-                    biases: if bs.is_empty() { None } else { Some(concatenate(&bs, 0)?) },
-                    global_scale: None,
-                    mode: *mode,
-                }))
-            }
-            Self::Quantized { .. } => Ok(None),
+            Self::Quantized(codes) => codes.arrays(),
         }
     }
 }
@@ -144,24 +98,31 @@ pub struct Packed {
 
 impl Packed {
     /// Packs neighbours that are stored alike.
-    pub fn new(parts: Vec<Linear>) -> Result<Self> {
-        let mut products: Vec<Linear> = Vec::new();
-        let mut widths: Vec<Vec<i32>> = Vec::new();
+    pub fn new(parts: Vec<Matrix>) -> Result<Self> {
+        let mut products = Vec::new();
+        let mut widths = Vec::new();
+        let mut run: Vec<Matrix> = Vec::new();
         for part in parts {
-            let width = part.outputs();
-            if let (Some(last), Some(group)) = (products.last_mut(), widths.last_mut()) {
-                if let Some(joined) = Linear::join(&[last, &part])? {
-                    // Evaluated at once: the parts' own buffers are released before the next tensor is read.
-                    mlx_rs::transforms::eval(joined.arrays())?;
-                    *last = joined;
-                    group.push(width);
-                    continue;
-                }
+            if run.last().is_some_and(|last| !(last.is_like(&part) && last.joins() && part.joins())) {
+                Self::close(&mut run, &mut products, &mut widths)?;
             }
-            products.push(part);
-            widths.push(vec![width]);
+            run.push(part);
         }
+        Self::close(&mut run, &mut products, &mut widths)?;
         Ok(Self { products, widths })
+    }
+
+    fn close(run: &mut Vec<Matrix>, products: &mut Vec<Linear>, widths: &mut Vec<Vec<i32>>) -> Result<()> {
+        widths.push(run.iter().filter_map(|m| m.arrays().first().map(|a| a.dim(0))).collect());
+        let joined = match run.len() {
+            1 => run.swap_remove(0),
+            _ => Matrix::join(run)?,
+        };
+        // Evaluated at once: the parts' own buffers are released before the next tensor is read.
+        mlx_rs::transforms::eval(joined.arrays())?;
+        run.clear();
+        products.push(Linear::new(joined)?);
+        Ok(())
     }
 
     /// All products of `x` [..., in], one array a matrix in the order given to [`Packed::new`].

@@ -4,6 +4,7 @@
 //! one is read, so loading peaks at little more than the weights.
 
 use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 
 use mlx_rs::transforms::eval;
@@ -12,8 +13,13 @@ use safetensors::Dtype as FileDtype;
 
 use super::checkpoint::{Checkpoint, TensorView};
 use super::error::LoadError;
+use super::fp8;
 use super::linear::Linear;
-use crate::mlx::ops;
+use super::matrix::{Codes, Matrix};
+use super::plan::Plan;
+use super::quant::ModuleQuant;
+use crate::mlx::memory;
+use crate::mlx::ops::{self, QuantMode};
 
 /// Why a model could not be built.
 #[derive(Debug, thiserror::Error)]
@@ -38,23 +44,69 @@ impl From<mlx_rs::error::Exception> for ModelError {
 /// A result of this module.
 pub type Result<T> = std::result::Result<T, ModelError>;
 
-/// The type that weights have in memory.
+/// The types that weights and activations have in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Precision {
-    /// Float32 for everything: what the fused CPU kernels take.
+    /// Float32 for everything: what is fastest and exact on the host's cores.
     Widen,
-    /// As stored.
+    /// Weights as stored, activations in float32: on the host's cores where widened weights don't fit.
+    Stored,
+    /// Weights as stored, activations in the checkpoint's type: GPUs.
     Native,
+}
+
+impl Precision {
+    /// For the log.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::Widen => "widened to float32",
+            Self::Stored => "as stored, activations in float32",
+            Self::Native => "as stored",
+        }
+    }
+}
+
+/// Bytes that the weights of `plan` take in memory, before anything is read.
+pub fn memory_bytes(checkpoint: &Checkpoint, plan: &Plan, precision: Precision) -> u64 {
+    let size = |name: &str| checkpoint.tensor(name).map_or(0, |view| view.data.len() as u64);
+    let mut plain = plan.parameters;
+    let mut bytes = 0;
+    for module in &plan.modules {
+        let entries = module.shape.iter().map(|&n| n as u64).product::<u64>();
+        plain -= entries.min(plain);
+        bytes += match (module.quant, precision) {
+            (_, Precision::Widen) => 4 * entries,
+            (ModuleQuant::Fp8Block { .. }, _) => 2 * entries,
+            (ModuleQuant::Dense, Precision::Stored) if entries <= WIDEN_UP_TO as u64 => 4 * entries,
+            _ => {
+                let parts = ["weight", "scales", "biases"].map(|part| size(&format!("{}.{part}", module.path)));
+                size(&module.path) + parts.iter().sum::<u64>()
+            }
+        };
+    }
+    // Gains, decays and conv taps are kept in float32 whatever the rest is.
+    bytes + 4 * plain
 }
 
 /// Watches loading: bytes done so far; returns whether to go on.
 pub type Progress<'a> = &'a mut dyn FnMut(u64) -> bool;
 
+/// Bytes read between two returns of freed buffers to the system.
+const TIDY_AFTER: u64 = 256 << 20;
+
+/// Entries up to which a dense matrix that would stay as stored is widened all the same: routers, gates and the like cost little
+/// memory, and rounding there costs most.
+const WIDEN_UP_TO: usize = 1 << 20;
+
 /// Reads tensors one by one and counts the bytes.
 pub struct Weights<'a> {
     checkpoint: &'a Checkpoint,
+    plan: &'a Plan,
+    modules: BTreeMap<&'a str, ModuleQuant>,
     precision: Precision,
+    activations: Dtype,
     done: Cell<u64>,
+    tidied: Cell<u64>,
     progress: RefCell<Progress<'a>>,
 }
 
@@ -65,9 +117,30 @@ impl std::fmt::Debug for Weights<'_> {
 }
 
 impl<'a> Weights<'a> {
-    /// Reads from `checkpoint`.
-    pub fn new(checkpoint: &'a Checkpoint, precision: Precision, progress: Progress<'a>) -> Self {
-        Self { checkpoint, precision, done: Cell::new(0), progress: RefCell::new(progress) }
+    /// Reads from `checkpoint` what `plan` says of it.
+    ///
+    /// # Errors
+    /// The plan is of another checkpoint.
+    pub fn new(
+        checkpoint: &'a Checkpoint,
+        plan: &'a Plan,
+        precision: Precision,
+        progress: Progress<'a>,
+    ) -> Result<Self> {
+        let activations = match precision {
+            Precision::Widen | Precision::Stored => Dtype::Float32,
+            Precision::Native => stored_activations(checkpoint)?,
+        };
+        Ok(Self {
+            checkpoint,
+            plan,
+            modules: plan.modules.iter().map(|m| (m.path.as_str(), m.quant)).collect(),
+            precision,
+            activations,
+            done: Cell::new(0),
+            tidied: Cell::new(0),
+            progress: RefCell::new(progress),
+        })
     }
 
     /// The checkpoint.
@@ -75,13 +148,22 @@ impl<'a> Weights<'a> {
         self.checkpoint
     }
 
-    /// The type that activations have when weights stay as stored: that of the first norm.
-    pub fn activation_dtype(&self) -> Result<Dtype> {
-        mlx_dtype(&self.checkpoint.need("layers.0.input_layernorm.weight")?)
+    /// What was settled about it.
+    pub fn plan(&self) -> &'a Plan {
+        self.plan
+    }
+
+    /// The type that activations have.
+    pub fn activations(&self) -> Dtype {
+        self.activations
     }
 
     fn count(&self, view: &TensorView<'_>) -> Result<()> {
         self.done.set(self.done.get() + view.data.len() as u64);
+        if self.done.get() - self.tidied.get() >= TIDY_AFTER {
+            self.tidied.set(self.done.get());
+            memory::clear_cache();
+        }
         if (self.progress.borrow_mut())(self.done.get()) {
             Ok(())
         } else {
@@ -89,7 +171,7 @@ impl<'a> Weights<'a> {
         }
     }
 
-    /// The tensor as it is stored.
+    /// The tensor as it is stored; float8 as its bytes.
     pub fn stored(&self, name: &str) -> Result<Array> {
         let view = self.checkpoint.need(name)?;
         let array = upload(&view)?;
@@ -97,18 +179,14 @@ impl<'a> Weights<'a> {
         Ok(array)
     }
 
-    /// The tensor in the type that weights have in memory.
-    pub fn array(&self, name: &str) -> Result<Array> {
-        let array = self.stored(name)?;
-        match self.precision {
-            Precision::Widen => widen(&array),
-            Precision::Native => Ok(array),
-        }
-    }
-
     /// The tensor in float32: norm gains, decays, conv taps.
     pub fn f32(&self, name: &str) -> Result<Array> {
-        widen(&self.stored(name)?)
+        settled(ops::cast(&self.stored(name)?, Dtype::Float32)?)
+    }
+
+    /// The tensor in the type of activations: biases.
+    pub fn plain(&self, name: &str) -> Result<Array> {
+        settled(ops::cast(&self.stored(name)?, self.activations)?)
     }
 
     /// A norm's effective gain, float32: `shift` is 1 where the file stores zero-centred gains, else 0.
@@ -117,22 +195,114 @@ impl<'a> Weights<'a> {
         if shift == 0.0 {
             return Ok(gain);
         }
-        let gain = gain.add(Array::from_f32(shift))?;
-        gain.eval()?;
-        Ok(gain)
+        settled(gain.add(Array::from_f32(shift))?)
     }
 
-    /// The matrix of module `path`.
+    /// The matrix of module `path`, evaluated, in the form that it has in memory.
+    ///
+    /// # Errors
+    /// The plan doesn't have the module, or the device fails.
+    pub fn matrix(&self, path: &str) -> Result<Matrix> {
+        self.read(path, WIDEN_UP_TO)
+    }
+
+    /// The same of a stack, or of a matrix that becomes a part of one: never widened for being small.
+    ///
+    /// # Errors
+    /// As [`Weights::matrix`].
+    pub fn stack(&self, path: &str) -> Result<Matrix> {
+        self.read(path, 0)
+    }
+
+    fn read(&self, path: &str, small: usize) -> Result<Matrix> {
+        let suffixed = format!("{path}.weight");
+        let name = if self.checkpoint.has(&suffixed) { suffixed } else { path.to_owned() };
+        let quant = self.modules.get(path).copied();
+        let quant = quant.ok_or_else(|| LoadError::MissingTensors { names: vec![name.clone()] })?;
+        let matrix = match (quant, self.precision) {
+            (ModuleQuant::Dense, Precision::Stored) => {
+                let values = self.stored(&name)?;
+                match values.size() <= small {
+                    true => Matrix::Dense(ops::cast(&values, Dtype::Float32)?),
+                    false => Matrix::Dense(values),
+                }
+            }
+            (ModuleQuant::Dense, _) => Matrix::Dense(ops::cast(&self.stored(&name)?, self.activations)?),
+            (ModuleQuant::Fp8Block { rows, cols }, _) => {
+                let scales = self.stored(&format!("{name}_scale_inv"))?;
+                let dtype = match self.precision {
+                    Precision::Widen => Dtype::Float32,
+                    Precision::Stored => Dtype::Bfloat16,
+                    Precision::Native => self.activations,
+                };
+                let values = fp8::decode(&self.stored(&name)?, &scales, [rows as i32, cols as i32])?;
+                Matrix::Dense(ops::cast(&values, dtype)?)
+            }
+            (quant, precision) => {
+                let codes = self.codes(&name, path, quant)?;
+                match precision {
+                    Precision::Widen => Matrix::Dense(codes.decode(Dtype::Float32)?),
+                    Precision::Stored | Precision::Native => Matrix::Quantized(codes),
+                }
+            }
+        };
+        eval(matrix.arrays())?;
+        Ok(matrix)
+    }
+
+    fn codes(&self, weight: &str, path: &str, quant: ModuleQuant) -> Result<Codes> {
+        let mode = mode(quant).ok_or_else(|| ModelError::Device(format!("{path} has no codes: {quant}")))?;
+        let part = |name: &str| {
+            let name = format!("{path}.{name}");
+            self.checkpoint.has(&name).then_some(name)
+        };
+        let factor = |name: String| Ok::<_, ModelError>(self.f32(&name)?.reshape(&[-1])?);
+        let affine = matches!(quant, ModuleQuant::Affine { .. });
+        Ok(Codes {
+            weight: self.stored(weight)?,
+            scales: self.stored(&format!("{path}.scales"))?,
+            biases: part("biases").filter(|_| affine).map(|name| self.stored(&name)).transpose()?,
+            global_scale: part("global_scale").map(factor).transpose()?,
+            mode,
+        })
+    }
+
+    /// The product with the matrix of module `path`.
     pub fn linear(&self, path: &str) -> Result<Linear> {
-        Ok(Linear::dense(&self.array(&format!("{path}.weight"))?)?)
+        Ok(Linear::new(self.matrix(path)?)?)
     }
 }
 
-/// Float32 copy, evaluated.
-fn widen(array: &Array) -> Result<Array> {
-    let wide = ops::cast(array, Dtype::Float32)?;
-    eval([&wide])?;
-    Ok(wide)
+/// MLX's parameters of a mode that it computes with.
+fn mode(quant: ModuleQuant) -> Option<QuantMode> {
+    let (_, bits, group) = quant.mlx()?;
+    let mode = match quant {
+        ModuleQuant::Affine { .. } => c"affine",
+        ModuleQuant::Mxfp4 => c"mxfp4",
+        ModuleQuant::Mxfp8 => c"mxfp8",
+        ModuleQuant::Nvfp4 { .. } => c"nvfp4",
+        ModuleQuant::Dense | ModuleQuant::Fp8Block { .. } => return None,
+    };
+    Some(QuantMode { group_size: i32::try_from(group).ok()?, bits: i32::try_from(bits).ok()?, mode })
+}
+
+/// The type of a checkpoint's activations: that of its embedding, or of the embedding's scales, or else of the first norm.
+fn stored_activations(checkpoint: &Checkpoint) -> Result<Dtype> {
+    for name in ["embed_tokens.weight", "embed_tokens.scales"] {
+        if let Some(view) = checkpoint.tensor(name) {
+            let dtype = mlx_dtype(&view)?;
+            if matches!(dtype, Dtype::Bfloat16 | Dtype::Float16 | Dtype::Float32) {
+                return Ok(dtype);
+            }
+        }
+    }
+    mlx_dtype(&checkpoint.need("layers.0.input_layernorm.weight")?)
+}
+
+/// Evaluated at once, so that what it was made from is released.
+fn settled(array: Array) -> Result<Array> {
+    eval([&array])?;
+    Ok(array)
 }
 
 /// MLX's name of a storage type.

@@ -6,7 +6,8 @@
 use std::rc::Rc;
 
 use mlx_rs::ops::{exp, negative};
-use mlx_rs::Dtype;
+use mlx_rs::transforms::eval;
+use mlx_rs::Array;
 
 use super::attention::Attention;
 use super::delta::DeltaLayer;
@@ -17,8 +18,11 @@ use super::{Layer, Mixer, MtpHead, Qwen35, Vocabulary};
 use crate::mlx::delta::{DeltaParams, DeltaShape};
 use crate::mlx::Path;
 use crate::model::config::{LayerKind, ModelConfig};
-use crate::model::linear::{Linear, Packed};
-use crate::model::weights::{Precision, Result, Weights};
+use crate::model::layout::{self, Projections};
+use crate::model::linear::Packed;
+use crate::model::matrix::Matrix;
+use crate::model::plan::VisionStatus;
+use crate::model::weights::{Result, Weights};
 
 /// A built model.
 #[derive(Debug)]
@@ -29,55 +33,44 @@ pub struct Loaded {
     pub bytes: u64,
 }
 
-/// How to build it.
-#[derive(Debug, Clone, Copy)]
-pub struct Build {
-    /// Type of the weights in memory.
-    pub precision: Precision,
-    /// How the parts are computed.
-    pub path: Path,
-    /// Added to the stored gains of the trunk's zero-centred norms.
-    pub trunk_shift: f32,
-    /// The same for the head; `None` builds no head.
-    pub head_shift: Option<f32>,
-}
-
-/// Reads everything that `build` asks for.
+/// Reads the trunk, and the head and the tower where the plan has them; `path` says how they are computed.
 ///
 /// # Errors
-/// A tensor is absent or of a type that can't be used, or the device fails.
-pub fn load(weights: &Weights<'_>, build: Build) -> Result<Loaded> {
-    let config = weights.checkpoint().config();
-    let builder = Builder { weights, config, build };
+/// The device fails, or loading was interrupted.
+pub fn load(weights: &Weights<'_>, path: Path) -> Result<Loaded> {
+    let (config, plan) = (weights.checkpoint().config(), weights.plan());
+    let builder = Builder { weights, config, path };
     let embed = weights.linear("embed_tokens")?;
-    let lm_head = match weights.checkpoint().has("lm_head.weight") {
-        true => Some(weights.linear("lm_head")?),
-        false => None,
+    let lm_head = match plan.tied {
+        true => None,
+        false => Some(weights.linear("lm_head")?),
     };
-    let dtype = match build.precision {
-        Precision::Widen => Dtype::Float32,
-        Precision::Native => weights.activation_dtype()?,
-    };
-    let vocabulary = Rc::new(Vocabulary { embed, lm_head, dtype });
+    let vocabulary = Rc::new(Vocabulary { embed, lm_head, dtype: weights.activations() });
+    let shift = plan.convention.shift();
     let mut layers = Vec::with_capacity(config.layers.len());
-    for (index, kind) in config.layers.iter().enumerate() {
-        layers.push(builder.layer(&format!("layers.{index}"), *kind, build.trunk_shift)?);
+    for (index, (kind, sparse)) in config.layers.iter().zip(&config.sparse).enumerate() {
+        layers.push(builder.layer(&format!("layers.{index}"), *kind, *sparse, shift)?);
     }
-    let norm = builder.norm("norm", build.trunk_shift)?;
+    let norm = builder.norm("norm", shift)?;
     let rope = builder.rope();
-    let head = build.head_shift.map(|shift| builder.head(&vocabulary, shift)).transpose()?;
-    let model = Qwen35 { vocabulary, layers, norm, rope, head };
+    let head = plan.head.convention().map(|own| builder.head(&vocabulary, own.shift())).transpose()?;
+    let tower = match &plan.vision {
+        VisionStatus::Active(vision) => Some(builder.tower(vision)?),
+        VisionStatus::Absent { .. } => None,
+    };
+    let model = Qwen35 { vocabulary, layers, norm, rope, head, tower };
     let arrays = model.arrays();
-    mlx_rs::transforms::eval(arrays.iter().copied())?;
+    eval(arrays.iter().copied())?;
     let bytes = arrays.iter().map(|a| a.nbytes() as u64).sum();
     drop(arrays);
     Ok(Loaded { model, bytes })
 }
 
-struct Builder<'a, 'w> {
-    weights: &'a Weights<'w>,
-    config: &'a ModelConfig,
-    build: Build,
+/// What every part is built from.
+pub(super) struct Builder<'a, 'w> {
+    pub(super) weights: &'a Weights<'w>,
+    pub(super) config: &'a ModelConfig,
+    pub(super) path: Path,
 }
 
 impl Builder<'_, '_> {
@@ -85,7 +78,7 @@ impl Builder<'_, '_> {
         Ok(RmsNorm {
             gain: self.weights.gain(&format!("{path}.weight"), shift)?,
             eps: self.config.rms_norm_eps as f32,
-            path: self.build.path,
+            path: self.path,
         })
     }
 
@@ -96,16 +89,16 @@ impl Builder<'_, '_> {
             dims: rope.dims as i32,
             theta: rope.theta as f32,
             sections: rope.mrope_section.map_or([half, 0, 0], |s| s.map(|n| n as i32)),
-            path: self.build.path,
+            path: self.path,
         }
     }
 
     fn packed(&self, paths: &[String]) -> Result<Packed> {
-        let parts = paths.iter().map(|path| self.weights.linear(path)).collect::<Result<Vec<Linear>>>()?;
+        let parts = paths.iter().map(|path| self.weights.matrix(path)).collect::<Result<Vec<_>>>()?;
         Ok(Packed::new(parts)?)
     }
 
-    fn layer(&self, path: &str, kind: LayerKind, shift: f32) -> Result<Layer> {
+    fn layer(&self, path: &str, kind: LayerKind, sparse: bool, shift: f32) -> Result<Layer> {
         let mixer = match kind {
             LayerKind::Full => Mixer::Full(self.attention(&format!("{path}.self_attn"), shift)?),
             LayerKind::Linear => Mixer::Delta(self.delta(&format!("{path}.linear_attn"))?),
@@ -114,7 +107,7 @@ impl Builder<'_, '_> {
             input_norm: self.norm(&format!("{path}.input_layernorm"), shift)?,
             mixer,
             post_norm: self.norm(&format!("{path}.post_attention_layernorm"), shift)?,
-            mlp: self.mlp(&format!("{path}.mlp"))?,
+            mlp: self.mlp(&format!("{path}.mlp"), sparse)?,
         })
     }
 
@@ -144,9 +137,8 @@ impl Builder<'_, '_> {
         // Both layouts ([C, 1, taps] and [C, taps, 1]) hold the taps of a channel side by side.
         let conv = self.weights.f32(&format!("{path}.conv1d.weight"))?.reshape(&[shape.channels(), shape.taps])?;
         let decay = negative(exp(self.weights.f32(&format!("{path}.A_log"))?)?)?;
-        let names = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"].map(|part| format!("{path}.{part}"));
         Ok(DeltaLayer {
-            input: self.packed(&names)?,
+            input: self.delta_input(path)?,
             out: self.weights.linear(&format!("{path}.out_proj"))?,
             params: DeltaParams {
                 shape,
@@ -156,19 +148,49 @@ impl Builder<'_, '_> {
                 norm: self.weights.f32(&format!("{path}.norm.weight"))?,
                 eps: self.config.rms_norm_eps as f32,
             },
-            path: self.build.path,
+            path: self.path,
         })
     }
 
-    fn mlp(&self, path: &str) -> Result<Mlp> {
-        Ok(Mlp::Dense(self.swiglu(path)?))
+    /// The delta net's projections: mix, z, b, a.
+    fn delta_input(&self, path: &str) -> Result<Packed> {
+        let named = |part: &str| format!("{path}.{part}");
+        if layout::projections(self.weights.checkpoint(), path) == Projections::Split {
+            return self.packed(&["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"].map(named));
+        }
+        let delta = &self.config.delta;
+        let (channels, values) = (delta.channels() as i32, delta.value_width() as i32);
+        let heads = delta.value_heads as i32;
+        let qkvz = self.reordered(&named("in_proj_qkvz"), &layout::qkvz_rows(delta))?;
+        let ba = self.reordered(&named("in_proj_ba"), &layout::ba_rows(delta))?;
+        Ok(Packed::new(vec![
+            qkvz.rows(0, channels)?,
+            qkvz.rows(channels, channels + values)?,
+            ba.rows(0, heads)?,
+            ba.rows(heads, 2 * heads)?,
+        ])?)
     }
 
-    fn swiglu(&self, path: &str) -> Result<SwiGlu> {
+    /// The matrix whose row i is row `rows[i]` of the stored one.
+    fn reordered(&self, path: &str, rows: &[usize]) -> Result<Matrix> {
+        let rows: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
+        let picked = self.weights.matrix(path)?.pick(&Array::from_slice(&rows, &[rows.len() as i32]))?;
+        eval(picked.arrays())?;
+        Ok(picked)
+    }
+
+    fn mlp(&self, path: &str, sparse: bool) -> Result<Mlp> {
+        match &self.config.moe {
+            Some(moe) if sparse => Ok(Mlp::Moe(Box::new(self.moe(path, moe)?))),
+            _ => Ok(Mlp::Dense(self.swiglu(path)?)),
+        }
+    }
+
+    pub(super) fn swiglu(&self, path: &str) -> Result<SwiGlu> {
         Ok(SwiGlu {
             gate_up: self.packed(&[format!("{path}.gate_proj"), format!("{path}.up_proj")])?,
             down: self.weights.linear(&format!("{path}.down_proj"))?,
-            path: self.build.path,
+            path: self.path,
         })
     }
 
@@ -178,7 +200,7 @@ impl Builder<'_, '_> {
             join: self.weights.linear("mtp.fc")?,
             embedding_norm: self.norm("mtp.pre_fc_norm_embedding", shift)?,
             hidden_norm: self.norm("mtp.pre_fc_norm_hidden", shift)?,
-            layer: self.layer("mtp.layers.0", LayerKind::Full, shift)?,
+            layer: self.layer("mtp.layers.0", LayerKind::Full, self.config.moe.is_some(), shift)?,
             norm: self.norm("mtp.norm", shift)?,
             rope: self.rope(),
         })

@@ -8,9 +8,13 @@ pub mod delta;
 pub mod experts;
 pub mod head;
 mod load;
+mod load_moe;
+mod load_vision;
 pub mod mlp;
+pub mod mrope;
 pub mod norm;
 pub mod rope;
+pub mod vision;
 
 use std::rc::Rc;
 
@@ -24,7 +28,7 @@ use crate::cache::{Caches, KvCache, LayerCache, RecurrentCache};
 use crate::mlx::ops;
 
 pub use head::MtpHead;
-pub use load::{load, Build, Loaded};
+pub use load::{load, Loaded};
 
 /// Token embedding and vocabulary projection, shared by trunk and head.
 #[derive(Debug)]
@@ -131,6 +135,7 @@ pub struct Qwen35 {
     norm: norm::RmsNorm,
     rope: rope::Rope,
     head: Option<MtpHead>,
+    tower: Option<vision::VisionTower>,
 }
 
 impl Model for Qwen35 {
@@ -168,7 +173,15 @@ impl Qwen35 {
         if let Some(head) = &self.head {
             out.extend(head.arrays());
         }
+        if let Some(tower) = &self.tower {
+            out.extend(tower.arrays());
+        }
         out
+    }
+
+    /// The vision tower, where the checkpoint has one.
+    pub fn tower(&self) -> Option<&vision::VisionTower> {
+        self.tower.as_ref()
     }
 
     /// Logits a token.
@@ -179,3 +192,7 @@ impl Qwen35 {
 
 #[cfg(test)]
 mod golden_tests;
+#[cfg(test)]
+mod tiny_tests;
+#[cfg(test)]
+mod vision_tests;
