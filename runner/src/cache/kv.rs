@@ -83,6 +83,11 @@ impl KvCache {
         self.offset
     }
 
+    /// The whole buffers, spare room included.
+    pub fn buffers(&self) -> Option<(&Array, &Array)> {
+        self.buffers.as_ref().map(|(k, v)| (k, v))
+    }
+
     /// Forgets the slots from `offset` on; they are overwritten later.
     pub fn truncate(&mut self, offset: i32) {
         self.offset = self.offset.min(offset);

@@ -107,6 +107,14 @@ fn attention(rows: i32) -> Result<f32> {
     worst = worst.max(apart(&v, &split(10 * 64, 2, 64, None)?)?);
     let gate = ops::slice_axis(&packed, 2, 0, 8 * 64)?.reshape(&[1, rows, 4, 128])?;
     let gate = ops::slice_axis(&gate, 3, 64, 128)?;
+    let (keys, values) = (noise(&[1, 2, 40, 64], 14), noise(&[1, 2, 40, 64], 15));
+    let before = 20;
+    let got = kernels.attention_rows(heads, &q, &keys, &values, before, &packed)?;
+    let held = |a: &Array| ops::slice_axis(a, 2, 0, before + rows);
+    let causal = mlx_rs::fast::ScaledDotProductAttentionMask::Causal;
+    let o = mlx_rs::fast::scaled_dot_product_attention(&q, held(&keys)?, held(&values)?, 0.125, Some(causal), None)?;
+    let wanted = o.transpose_axes(&[0, 2, 1, 3])?.multiply(&sigmoid(&gate)?)?.reshape(&[1, rows, 256])?;
+    worst = worst.max(apart(&got, &wanted)?);
     let wanted = q.transpose_axes(&[0, 2, 1, 3])?.multiply(&sigmoid(&gate)?)?.reshape(&[1, rows, 256])?;
     Ok(worst.max(apart(&kernels.attention_gate(heads, &q, &packed)?, &wanted)?))
 }

@@ -8,7 +8,6 @@ mod kernel;
 mod source;
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::rc::Rc;
 
 use mlx_rs::error::Result;
@@ -32,7 +31,7 @@ pub struct Kernels {
     swiglu: Kernel,
     prepare: Kernel,
     gate: Kernel,
-    scalars: RefCell<HashMap<u32, Array>>,
+    rows: Kernel,
 }
 
 thread_local! {
@@ -90,25 +89,24 @@ impl Kernels {
                 &["o", "states"],
                 source::DELTA,
             )?,
-            gated_norm: make("gated_norm", &["o", "packed", "norm", "eps"], &["y"], source::GATED_NORM)?,
-            add_norm: make("add_norm", &["x", "added", "gain", "eps"], &["sum", "normed"], source::ADD_NORM)?,
-            norm: make("norm", &["x", "gain", "eps"], &["normed"], source::NORM)?,
+            gated_norm: make("gated_norm", &["o", "packed", "norm"], &["y"], source::GATED_NORM)?,
+            add_norm: make("add_norm", &["x", "added", "gain"], &["sum", "normed"], source::ADD_NORM)?,
+            norm: make("norm", &["x", "gain"], &["normed"], source::NORM)?,
             swiglu: make("swiglu", &["gate_up"], &["y"], source::SWIGLU)?,
             prepare: make(
                 "attention_prepare",
-                &["packed", "q_gain", "k_gain", "cos_table", "sin_table", "eps"],
+                &["packed", "q_gain", "k_gain", "cos_table", "sin_table"],
                 &["q", "k", "v"],
                 source::ATTENTION_PREPARE,
             )?,
             gate: make("attention_gate", &["o", "packed"], &["y"], source::ATTENTION_GATE)?,
-            scalars: RefCell::default(),
+            rows: make(
+                "attention_rows",
+                &["q", "keys", "values", "slots", "packed"],
+                &["y"],
+                source::ATTENTION_ROWS,
+            )?,
         }))
-    }
-
-    /// A float32 array of one value, made once.
-    fn scalar(&self, value: f32) -> Array {
-        let mut scalars = self.scalars.borrow_mut();
-        scalars.entry(value.to_bits()).or_insert_with(|| Array::from_slice(&[value], &[1])).clone()
     }
 
     /// Whether the recurrence kernel takes this shape: lanes must divide a key head.
@@ -160,11 +158,10 @@ impl Kernels {
             group: [32, if dv % 4 == 0 { 4 } else { 1 }, 1],
         })?;
         let (states, o) = two(&mut out)?;
-        let eps = self.scalar(params.eps);
         let mut out = self.gated_norm.call(&Call {
-            inputs: &[&o, packed, &params.norm, &eps],
+            inputs: &[&o, packed, &params.norm],
             outputs: &[(&[batch, rows, nv * dv], dtype)],
-            ints: &[("C", c), ("P", columns), ("NV", nv), ("DV", dv)],
+            ints: &[("C", c), ("P", columns), ("NV", nv), ("DV", dv), ("EPS", bits(params.eps))],
             dtype,
             grid: [32, nv, batch * rows],
             group: [32, 1, 1],
@@ -177,11 +174,10 @@ impl Kernels {
         let shape = x.shape();
         let width = gain.dim(0);
         let rows = (x.size() as i32) / width;
-        let eps = self.scalar(eps);
         let mut out = self.add_norm.call(&Call {
-            inputs: &[x, added, gain, &eps],
+            inputs: &[x, added, gain],
             outputs: &[(shape, x.dtype()), (shape, x.dtype())],
-            ints: &[("D", width), ("THREADS", NORM_THREADS)],
+            ints: &[("D", width), ("THREADS", NORM_THREADS), ("EPS", bits(eps))],
             dtype: x.dtype(),
             grid: [NORM_THREADS, rows, 1],
             group: [NORM_THREADS, 1, 1],
@@ -194,11 +190,10 @@ impl Kernels {
     pub fn norm(&self, x: &Array, gain: &Array, eps: f32) -> Result<Array> {
         let width = gain.dim(0);
         let rows = (x.size() as i32) / width;
-        let eps = self.scalar(eps);
         let mut out = self.norm.call(&Call {
-            inputs: &[x, gain, &eps],
+            inputs: &[x, gain],
             outputs: &[(x.shape(), x.dtype())],
-            ints: &[("D", width), ("THREADS", NORM_THREADS)],
+            ints: &[("D", width), ("THREADS", NORM_THREADS), ("EPS", bits(eps))],
             dtype: x.dtype(),
             grid: [NORM_THREADS, rows, 1],
             group: [NORM_THREADS, 1, 1],
@@ -238,11 +233,10 @@ impl Kernels {
         let Heads { query: h, kv, dim: d } = heads;
         let rows = packed.dim(1);
         let dtype = packed.dtype();
-        let eps = self.scalar(eps);
         let mut out = self.prepare.call(&Call {
-            inputs: &[packed, gains.0, gains.1, table.0, table.1, &eps],
+            inputs: &[packed, gains.0, gains.1, table.0, table.1],
             outputs: &[(&[1, h, rows, d], dtype), (&[1, kv, rows, d], dtype), (&[1, kv, rows, d], dtype)],
-            ints: &[("H", h), ("KV", kv), ("D", d), ("HALF", table.0.dim(1))],
+            ints: &[("H", h), ("KV", kv), ("D", d), ("HALF", table.0.dim(1)), ("EPS", bits(eps))],
             dtype,
             grid: [32, h + 2 * kv, rows],
             group: [32, 1, 1],
@@ -266,6 +260,46 @@ impl Kernels {
         })?;
         one(&mut out)
     }
+}
+
+/// Attention of a few rows is one kernel up to this many slots; beyond, MLX's own spreads a head over more of the device.
+pub const ROWS_SLOTS: i32 = 4096;
+
+/// Threads that share a head in [`Kernels::attention_rows`], in warps.
+const ROW_WARPS: i32 = 8;
+
+impl Kernels {
+    /// Causal attention of L rows with output gate, over buffers [1, KV, capacity, D] of which `before` + L slots are filled.
+    /// Queries [1, H, L, D] → [1, L, H * D].
+    pub fn attention_rows(
+        &self,
+        heads: Heads,
+        q: &Array,
+        keys: &Array,
+        values: &Array,
+        before: i32,
+        packed: &Array,
+    ) -> Result<Array> {
+        let Heads { query: h, kv, dim: d } = heads;
+        let rows = packed.dim(1);
+        // Three integers: arrays of at most eight bytes lie in host memory, which a kernel reads slowly.
+        let slots = Array::from_slice(&[before, 0, 0], &[3]);
+        let mut out = self.rows.call(&Call {
+            inputs: &[q, keys, values, &slots, packed],
+            outputs: &[(&[1, rows, h * d], packed.dtype())],
+            ints: &[("H", h), ("KV", kv), ("D", d), ("WARPS", ROW_WARPS)],
+            dtype: packed.dtype(),
+            grid: [32 * ROW_WARPS, h, rows],
+            group: [32 * ROW_WARPS, 1, 1],
+        })?;
+        one(&mut out)
+    }
+}
+
+/// A float as an integer constant of a kernel: MLX's constants are integers, and an array of one value would be read from
+/// host memory.
+fn bits(value: f32) -> i32 {
+    value.to_bits() as i32
 }
 
 fn one(out: &mut Vec<Array>) -> Result<Array> {

@@ -15,9 +15,7 @@ pub const CUDA_PRELUDE: &str = r"
 #define EXP __expf
 #define LOG1P log1pf
 #define RSQRT rsqrtf
-#define COS cosf
-#define SIN sinf
-#define POW powf
+#define FLOAT_BITS __int_as_float
 __device__ __forceinline__ float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) { x += __shfl_xor_sync(0xffffffffu, x, step); }
   return x;
@@ -36,9 +34,7 @@ pub const METAL_PRELUDE: &str = r"
 #define EXP metal::exp
 #define LOG1P(x) metal::log(1.0f + (x))
 #define RSQRT metal::rsqrt
-#define COS metal::cos
-#define SIN metal::sin
-#define POW metal::pow
+#define FLOAT_BITS(x) as_type<float>(x)
 #define warp_sum simd_sum
 ";
 
@@ -137,7 +133,7 @@ pub const GATED_NORM: &str = r"
   long from = (token * NV + h) * DV;
   float sum = 0.0f;
   for (int i = lane; i < DV; i += 32) { sum += o[from + i] * o[from + i]; }
-  float scale = RSQRT(warp_sum(sum) / float(DV) + eps[0]);
+  float scale = RSQRT(warp_sum(sum) / float(DV) + FLOAT_BITS(EPS));
   for (int i = lane; i < DV; i += 32) {
     float z = float(packed[token * P + C + h * DV + i]);
     y[from + i] = T(o[from + i] * scale * norm[i] * (z / (1.0f + EXP(-z))));
@@ -160,7 +156,7 @@ pub const ADD_NORM: &str = r"
   if (LANE == 0) { partial[WARP] = square; }
   BARRIER;
   float total = warp_sum(int(LANE) < THREADS / 32 ? partial[LANE] : 0.0f);
-  float scale = RSQRT(total / float(D) + eps[0]);
+  float scale = RSQRT(total / float(D) + FLOAT_BITS(EPS));
   for (int i = thread; i < D; i += THREADS) {
     normed[row * D + i] = T(float(sum[row * D + i]) * scale * gain[i]);
   }
@@ -180,7 +176,7 @@ pub const NORM: &str = r"
   if (LANE == 0) { partial[WARP] = square; }
   BARRIER;
   float total = warp_sum(int(LANE) < THREADS / 32 ? partial[LANE] : 0.0f);
-  float scale = RSQRT(total / float(D) + eps[0]);
+  float scale = RSQRT(total / float(D) + FLOAT_BITS(EPS));
   for (int i = thread; i < D; i += THREADS) {
     normed[row * D + i] = T(float(x[row * D + i]) * scale * gain[i]);
   }
@@ -218,7 +214,7 @@ pub const ATTENTION_PREPARE: &str = r"
     float value = float(packed[from + i]);
     sum += value * value;
   }
-  float scale = RSQRT(warp_sum(sum) / float(D) + eps[0]);
+  float scale = RSQRT(warp_sum(sum) / float(D) + FLOAT_BITS(EPS));
   for (int i = lane; i < D; i += 32) {
     float gain = query ? q_gain[i] : k_gain[i];
     float value = float(packed[from + i]) * scale * gain;
@@ -235,6 +231,59 @@ pub const ATTENTION_PREPARE: &str = r"
     } else {
       k[(long(head - H) * rows + t) * D + i] = T(value);
     }
+  }
+";
+
+/// Attention of a few rows with its output gate, online softmax. One threadgroup of WARPS warps a row and query head; each
+/// warp takes every WARPS-th slot, each lane D / 32 columns.
+/// q [1, H, L, D], keys and values [1, KV, capacity, D], slots [1] (filled before the call), packed → y [1, L, H * D].
+pub const ATTENTION_ROWS: &str = r"
+  SHARED float shared_sum[WARPS];
+  SHARED float shared_max[WARPS];
+  SHARED float shared_out[WARPS * D];
+  int lane = LANE;
+  int warp = WARP;
+  int head = GRID_Y;
+  int t = GRID_Z;
+  int rows = packed_shape[1];
+  int capacity = keys_shape[2];
+  int end = slots[0] + t + 1;
+  long at = long(head / (H / KV)) * capacity * D;
+  float query[D / 32];
+  float acc[D / 32];
+  for (int i = 0; i < D / 32; i++) {
+    query[i] = float(q[(long(head) * rows + t) * D + lane + 32 * i]) * RSQRT(float(D));
+    acc[i] = 0.0f;
+  }
+  float highest = -1e30f;
+  float total = 0.0f;
+  for (int slot = warp; slot < end; slot += WARPS) {
+    long from = at + long(slot) * D + lane;
+    float score = 0.0f;
+    for (int i = 0; i < D / 32; i++) { score += query[i] * float(keys[from + 32 * i]); }
+    score = warp_sum(score);
+    float top = score > highest ? score : highest;
+    float shrink = EXP(highest - top);
+    float weight = EXP(score - top);
+    total = total * shrink + weight;
+    for (int i = 0; i < D / 32; i++) { acc[i] = acc[i] * shrink + weight * float(values[from + 32 * i]); }
+    highest = top;
+  }
+  if (lane == 0) {
+    shared_max[warp] = highest;
+    shared_sum[warp] = total;
+  }
+  for (int i = 0; i < D / 32; i++) { shared_out[warp * D + lane + 32 * i] = acc[i]; }
+  BARRIER;
+  float top = -1e30f;
+  for (int w = 0; w < WARPS; w++) { top = shared_max[w] > top ? shared_max[w] : top; }
+  float whole = 0.0f;
+  for (int w = 0; w < WARPS; w++) { whole += shared_sum[w] * EXP(shared_max[w] - top); }
+  for (int i = warp * 32 + lane; i < D; i += WARPS * 32) {
+    float value = 0.0f;
+    for (int w = 0; w < WARPS; w++) { value += shared_out[w * D + i] * EXP(shared_max[w] - top); }
+    float gate = float(packed[long(t) * (2 * H + 2 * KV) * D + head * 2 * D + D + i]);
+    y[(long(t) * H + head) * D + i] = T(value / whole / (1.0f + EXP(-gate)));
   }
 ";
 

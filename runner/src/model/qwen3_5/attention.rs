@@ -69,7 +69,13 @@ impl Attention {
         let heads = gpu::Heads { query: self.heads, kv: self.kv_heads, dim: self.head_dim };
         let gains = (&self.q_norm.gain, &self.k_norm.gain);
         let (q, k, v) = kernels.attention_prepare(heads, &packed, gains, self.q_norm.eps, table)?;
+        let (before, rows) = (cache.offset(), x.dim(1));
         let (keys, values) = cache.append(&k, &v)?;
+        if rows <= FEW_ROWS && before + rows <= gpu::ROWS_SLOTS && self.head_dim % 32 == 0 {
+            let (keys, values) = cache.buffers().ok_or_else(|| Exception::custom("appended to no buffer"))?;
+            let y = kernels.attention_rows(heads, &q, keys, values, before, &packed)?;
+            return self.out.forward(&y);
+        }
         let scale = (self.head_dim as f32).powf(-0.5);
         let o = attend(&q, &keys, &values, scale)?;
         self.out.forward(&kernels.attention_gate(heads, &o, &packed)?)
@@ -104,6 +110,9 @@ impl Attention {
         out
     }
 }
+
+/// Rows up to which attention is one kernel of our own: decode and verification.
+const FEW_ROWS: i32 = 16;
 
 /// Scores held at once by MLX's fallback attention, in entries; longer queries are cut into blocks.
 const SCORE_BUDGET: i64 = 64 << 20;
