@@ -13,5 +13,7 @@ pub mod outbox;
 pub mod placement;
 pub mod process;
 pub mod programs;
+pub mod record;
+pub mod replay;
 pub mod stdio;
 pub mod supervise;

@@ -19,13 +19,15 @@ use crate::log;
 use crate::outbox::{Outbox, Popped};
 use crate::process;
 use crate::programs::Programs;
+use crate::record::Recorder;
 use crate::supervise::{Connection, Input};
 
 /// How long the last events may take to be read.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 
 /// Serves the host on stdin and stdout until it is gone or asks for the end.
-pub fn serve(settings: Settings, programs: Programs) -> io::Result<()> {
+pub fn serve(settings: Settings, programs: Programs, recorder: Option<Recorder>) -> io::Result<()> {
+    let recorder = recorder.map(Arc::new);
     let max_line_bytes = settings.max_line_bytes;
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     let connection = Connection::start(settings, programs)?;
@@ -44,14 +46,15 @@ pub fn serve(settings: Settings, programs: Programs) -> io::Result<()> {
     })?;
 
     let (inputs, outbox) = (connection.inputs(), Arc::clone(connection.outbox()));
-    thread::Builder::new()
-        .name("stdin".to_owned())
-        .spawn(move || read(&inputs, &outbox, max_line_bytes))?;
+    thread::Builder::new().name("stdin".to_owned()).spawn({
+        let recorder = recorder.clone();
+        move || read(&inputs, &outbox, max_line_bytes, recorder.as_deref())
+    })?;
 
     let (inputs, outbox) = (connection.inputs(), Arc::clone(connection.outbox()));
     let (written, all_written) = bounded::<()>(0);
     thread::Builder::new().name("stdout".to_owned()).spawn(move || {
-        write(&inputs, &outbox);
+        write(&inputs, &outbox, recorder.as_deref());
         drop(written);
     })?;
 
@@ -71,12 +74,17 @@ pub fn end_now(signal: i32) -> ! {
     exit(128 + signal)
 }
 
-fn read(inputs: &Sender<Input>, outbox: &Outbox, max_line_bytes: usize) {
+fn read(inputs: &Sender<Input>, outbox: &Outbox, max_line_bytes: usize, recorder: Option<&Recorder>) {
     let mut lines = LineReader::new(io::stdin(), max_line_bytes);
     loop {
         outbox.wait_for_more_room();
         let input = match lines.next_line() {
-            Ok(Some(line)) => input_of(line, max_line_bytes),
+            Ok(Some(line)) => {
+                if let Some(recorder) = recorder {
+                    recorder.input(&line);
+                }
+                input_of(line, max_line_bytes)
+            }
             Ok(None) => Input::Quit,
             Err(error) => {
                 tracing::error!("stdin can't be read: {error}");
@@ -102,9 +110,12 @@ pub fn input_of(line: Line, max_line_bytes: usize) -> Input {
     }
 }
 
-fn write(inputs: &Sender<Input>, outbox: &Outbox) {
+fn write(inputs: &Sender<Input>, outbox: &Outbox, recorder: Option<&Recorder>) {
     let mut lines = LineWriter::new(io::stdout());
     while let Popped::Event(event) = outbox.pop(None) {
+        if let Some(recorder) = recorder {
+            recorder.output(&event);
+        }
         if let Err(error) = lines.write(&event) {
             tracing::warn!("the host is gone: {error}");
             // Nobody will read the rest; closing lets the readers of children go on to their ends.

@@ -6,6 +6,7 @@
 mod generation;
 mod gguf;
 mod programs;
+mod replay;
 mod run;
 mod serve;
 mod session;
@@ -33,6 +34,8 @@ enum Command {
     Run(Box<run::RunArguments>),
     /// Speak the wire protocol on stdin and stdout, for one or more models.
     Serve(serve::ServeArguments),
+    /// Play a recorded session again and compare.
+    Replay(replay::ReplayArguments),
     /// Speak the runner's side of the wire protocol for one GGUF file, through llama-server. `serve` and `run` start this.
     Gguf(gguf::GgufArguments),
 }
@@ -43,6 +46,7 @@ pub(crate) fn main() -> ExitCode {
     let result = match arguments.command {
         Command::Run(arguments) => run::run(&arguments),
         Command::Serve(arguments) => serve::serve(arguments),
+        Command::Replay(arguments) => replay::run(&arguments),
         Command::Gguf(arguments) => gguf::gguf(arguments),
     };
     let code = result.unwrap_or_else(|error| {

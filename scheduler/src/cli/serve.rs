@@ -1,10 +1,12 @@
 //! `lookahead serve`: the scheduler for a host that speaks the wire protocol.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Args;
 use lookahead_scheduler::programs::Programs;
+use lookahead_scheduler::record::Recorder;
 use lookahead_scheduler::{log, stdio};
 
 use super::programs::ProgramArguments;
@@ -23,6 +25,9 @@ pub(crate) struct ServeArguments {
     models: Vec<String>,
     #[command(flatten)]
     programs: ProgramArguments,
+    /// Write every line read and written to this file, for `lookahead replay`.
+    #[arg(long, value_name = "FILE")]
+    record: Option<PathBuf>,
     /// Seconds until an idle model is unloaded, -1 for never, unless a request says otherwise [default: 300].
     #[arg(long, value_name = "SECONDS", allow_hyphen_values = true)]
     keep_alive: Option<i64>,
@@ -49,6 +54,10 @@ pub(crate) fn serve(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     settings.preload.extend(arguments.models);
     let programs =
         Programs::find(settings.runner.as_deref()).context("can't find this program's own executable")?;
-    stdio::serve(settings, programs).context("the scheduler failed")?;
+    let recorder = match &arguments.record {
+        Some(path) => Some(Recorder::create(path).with_context(|| format!("--record {}", path.display()))?),
+        None => None,
+    };
+    stdio::serve(settings, programs, recorder).context("the scheduler failed")?;
     Ok(ExitCode::SUCCESS)
 }

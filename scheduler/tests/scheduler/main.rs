@@ -5,6 +5,7 @@ mod faults;
 mod gguf;
 mod host;
 mod lifecycle;
+mod replay;
 mod requests;
 mod run;
 mod soak;
