@@ -185,9 +185,9 @@ impl Verdict {
         for peak in self.rejection.iter().flat_map(|r| &r.peaks) {
             draft_peaks.extend(values::<f32>(peak)?);
         }
-        for row in 0..=accepted {
+        for (row, &peak) in peaks.iter().enumerate().take(accepted + 1) {
             let position = self.position + row as u64;
-            if let Some(what) = fault(peaks[row]) {
+            if let Some(what) = fault(peak) {
                 return Err(SampleError::NanLogits { position, what });
             }
             if let Some(what) = draft_peaks.get(row).copied().and_then(fault) {

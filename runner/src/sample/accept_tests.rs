@@ -237,9 +237,9 @@ fn replacements_follow_the_residual_of_the_worked_example() {
                     &[],
                     path,
                 );
-                let draft = sampler.draft(&rows(&[drafter.clone()]), 1, &[], None).unwrap();
+                let draft = sampler.draft(&rows(&[&drafter]), 1, &[], None).unwrap();
                 let verdict = sampler
-                    .verify(&rows(&[target.clone(), target.clone()]), 1, &[draft], None)
+                    .verify(&rows(&[&target, &target]), 1, &[draft], None)
                     .unwrap();
                 let outcome = verdict.read().unwrap();
                 assert_eq!(
@@ -304,8 +304,8 @@ fn broken_rows_count_only_as_far_as_drafts_stand() {
             for rule in [Verify::Coupled, Verify::Rejection] {
                 let sampler = sampler(&options(shape, None), rule, 30, &[], path);
                 let verify = |draft: &[f32], target: [&[f32]; 2]| {
-                    let draft = sampler.draft(&rows(&[draft.to_vec()]), 3, &[], None).unwrap();
-                    let target = rows(&target.map(<[f32]>::to_vec));
+                    let draft = sampler.draft(&rows(&[draft]), 3, &[], None).unwrap();
+                    let target = rows(&target);
                     sampler.verify(&target, 3, &[draft], None).unwrap().read()
                 };
                 // The draft is refused, so the row behind it doesn't matter.

@@ -306,10 +306,10 @@ pub(super) fn reject(
         let mut row = 0;
         for (group, &size) in groups.iter().enumerate() {
             let drafts = inputs.ints(stride * (1 + groups.len()) + group);
-            for at in 0..size {
+            for (at, &draft) in drafts.iter().enumerate().take(size) {
                 let p = Side::new(inputs, 0, lists, width, row);
                 let q = Side::new(inputs, stride * (1 + group), lists, width, at);
-                let draft = drafts[at] as u32;
+                let draft = draft as u32;
                 accepted[row] = i32::from(tests[row] * q.of(draft) < p.of(draft));
                 instead[row] = residual(&p, &q, &replacements[row]);
                 row += 1;

@@ -98,8 +98,10 @@ impl Outputs {
     }
 }
 
+type Run = dyn Fn(&Inputs, Outputs) + Send + Sync;
+
 struct Kernel {
-    run: Box<dyn Fn(&Inputs, Outputs) + Send + Sync>,
+    run: Box<Run>,
     inputs: Vec<(usize, Dtype)>,
     outputs: Vec<(usize, Dtype)>,
 }

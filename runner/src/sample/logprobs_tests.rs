@@ -51,7 +51,7 @@ fn raw_logprobs_ignore_penalties_temperature_truncation_and_masks() {
                 &[1, 2, 3],
                 path,
             );
-            let array = rows(&[logits.clone()]);
+            let array = rows(&[&logits]);
             let step = sampler.next(&array, 8, None).unwrap();
             let scores = sampler.logprobs(&array, &step.picks(), top).unwrap();
             let token = step.read(8).unwrap();

@@ -20,7 +20,7 @@ mod sampler;
 pub use accept::{Outcome, Verdict};
 pub use dist::{Dist, Rows};
 pub use logprobs::{Logprobs, Scored, TokenScores};
-pub use options::{GenerationDefaults, OptionError, SamplingOptions};
+pub use options::{Filter, GenerationDefaults, OptionError, SamplingOptions, Shape};
 pub use sampler::{Draft, SampleError, Sampler, Vocabulary};
 
 #[cfg(test)]
@@ -28,6 +28,10 @@ pub(crate) mod oracle;
 #[cfg(test)]
 mod accept_tests;
 #[cfg(test)]
+mod cost_tests;
+#[cfg(test)]
 mod logprobs_tests;
+#[cfg(test)]
+mod penalty_tests;
 #[cfg(test)]
 mod sampler_tests;
