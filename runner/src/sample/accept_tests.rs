@@ -6,7 +6,7 @@ use mlx_rs::Array;
 
 use super::options::{Filter, PenaltyOptions, Shape, Window};
 use super::sampler::{Draft, SampleError, Sampler};
-use super::sampler_tests::{filters, options, rows, sampler, vocabulary, PATHS, PLAIN};
+use super::sampler_tests::{filters, options, paths, rows, sampler, vocabulary, PLAIN};
 use super::{oracle, Outcome};
 
 /// Logits that depend on the last token alone, in two versions that differ: a target and its drafter.
@@ -84,7 +84,7 @@ const PENALTIES: PenaltyOptions = PenaltyOptions {
 #[test]
 fn coupled_and_greedy_tokens_are_plain_decodings_at_any_depth() {
     let toy = Toy::new(60);
-    for path in PATHS {
+    for path in paths() {
         for (name, shape) in filters() {
             for penalties in [None, Some(PENALTIES)] {
                 let options = options(shape, penalties);
@@ -142,7 +142,7 @@ fn both_rules_yield_the_targets_distribution_and_the_acceptance_they_should() {
     let size = 40;
     let toy = Toy::new(size);
     for (name, shape) in filters().into_iter().filter(|(_, shape)| *shape != Shape::Greedy) {
-        for path in PATHS {
+        for path in paths() {
             for rule in [Verify::Rejection, Verify::Coupled] {
                 let n = 50_000;
                 let p = oracle::distribution(&oracle::wide(&toy.target[0]), &shape);
@@ -195,7 +195,7 @@ fn whole_rounds_have_the_joint_distribution_of_plain_decoding() {
     for rule in [Verify::Rejection, Verify::Coupled] {
         let mut counts = vec![0u64; want.len()];
         for seed in 0..8000 {
-            let mut sampler = Sampler::new(&options, rule, seed, vocabulary(size), &[0], PATHS[0]);
+            let mut sampler = Sampler::new(&options, rule, seed, vocabulary(size), &[0], paths()[0]);
             let tokens = toy.generate(&mut sampler, 0, 3, 2);
             counts[tokens[1..]
                 .iter()
@@ -222,7 +222,7 @@ fn replacements_follow_the_residual_of_the_worked_example() {
     };
     let target = log(&[(2, 0.7), (5, 0.3)]);
     let drafter = log(&[(2, 0.2), (4, 0.8)]);
-    for path in PATHS {
+    for path in paths() {
         for shape in [
             Shape::Filtered(PLAIN),
             Shape::Filtered(Filter { top_k: 4, ..PLAIN }),
@@ -261,7 +261,7 @@ fn replacements_follow_the_residual_of_the_worked_example() {
 fn a_block_of_drafts_is_tested_like_drafts_one_by_one() {
     let toy = Toy::new(40);
     let shape = Shape::Filtered(Filter { top_k: 20, ..PLAIN });
-    for path in PATHS {
+    for path in paths() {
         for rule in [Verify::Rejection, Verify::Coupled] {
             for seed in 0..50 {
                 let sampler = Sampler::new(&options(shape, None), rule, seed, vocabulary(40), &[], path);
@@ -292,7 +292,7 @@ fn broken_rows_count_only_as_far_as_drafts_stand() {
     let good: Vec<f32> = (0..30).map(|i| if i == 4 { 9.0 } else { 0.0 }).collect();
     let bad = vec![f32::NAN; 30];
     let other: Vec<f32> = (0..30).map(|i| if i == 5 { 90.0 } else { 0.0 }).collect();
-    for path in PATHS {
+    for path in paths() {
         for shape in [
             Shape::Greedy,
             Shape::Filtered(Filter {
@@ -345,7 +345,7 @@ fn broken_rows_count_only_as_far_as_drafts_stand() {
 #[test]
 fn a_verification_without_drafts_is_a_plain_step() {
     let logits = rows(&[oracle::logits(1, 90, 3.0)]);
-    for path in PATHS {
+    for path in paths() {
         for (_, shape) in filters() {
             for rule in [Verify::Coupled, Verify::Rejection] {
                 let sampler = sampler(&options(shape, None), rule, 90, &[], path);
@@ -362,7 +362,13 @@ fn a_verification_without_drafts_is_a_plain_step() {
             }
         }
     }
-    let sampler = sampler(&options(Shape::Greedy, None), Verify::Coupled, 90, &[], PATHS[0]);
+    let sampler = sampler(
+        &options(Shape::Greedy, None),
+        Verify::Coupled,
+        90,
+        &[],
+        paths()[0],
+    );
     let two = Array::zeros::<f32>(&[2, 90]).unwrap();
     assert!(sampler.verify(&two, 0, &[], None).is_err());
 }

@@ -9,7 +9,7 @@ use mlx_rs::Array;
 use super::options::{Filter, PenaltyOptions, Shape, Window};
 use super::oracle;
 use super::sampler::Sampler;
-use super::sampler_tests::{options, rows, sampler, PATHS};
+use super::sampler_tests::{options, paths, rows, sampler};
 
 const DEFAULT: Filter = Filter {
     top_k: 40,
@@ -51,7 +51,7 @@ fn cost_of_a_step_and_of_a_verification() {
             frequency: 0.1,
             window: Window::All,
         };
-        for path in PATHS {
+        for path in paths() {
             let base = micros(runs, || {
                 let sum = one.add(Array::from_f32(1.0)).unwrap();
                 eval([&sum]).unwrap();

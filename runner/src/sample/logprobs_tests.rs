@@ -4,7 +4,7 @@ use lookahead_protocol::request::Verify;
 
 use super::options::{Filter, PenaltyOptions, Shape, Window};
 use super::sampler::{Sampler, Vocabulary};
-use super::sampler_tests::{options, rows, sampler, PATHS, PLAIN};
+use super::sampler_tests::{options, paths, rows, sampler, PLAIN};
 use super::{oracle, TokenScores};
 
 fn assert_scores(name: &str, got: &TokenScores, token: u32, logits: &[f32], known: usize, top: usize) {
@@ -42,7 +42,7 @@ fn raw_logprobs_ignore_penalties_temperature_truncation_and_masks() {
         top_p: 0.9,
         min_p: 0.1,
     });
-    for path in PATHS {
+    for path in paths() {
         for top in [0, 1, 5, 20] {
             let sampler = sampler(
                 &options(shape, Some(penalties)),
@@ -73,7 +73,7 @@ fn every_token_of_a_round_has_its_own_rows_logprob() {
     let size = 200;
     let known = 150;
     let logits: Vec<Vec<f32>> = (0..4).map(|r| oracle::logits(r, size, 2.0)).collect();
-    for path in PATHS {
+    for path in paths() {
         for rule in [Verify::Coupled, Verify::Rejection] {
             for seed in 0..40 {
                 let vocabulary = Vocabulary {
@@ -118,7 +118,7 @@ fn every_token_of_a_round_has_its_own_rows_logprob() {
 
 #[test]
 fn equally_likely_tokens_rank_by_lowest_id() {
-    for path in PATHS {
+    for path in paths() {
         for size in [30, 20_000] {
             let array = rows(&[vec![0.5; size]]);
             let sampler = sampler(&options(Shape::Greedy, None), Verify::Coupled, size, &[], path);
@@ -139,7 +139,13 @@ fn equally_likely_tokens_rank_by_lowest_id() {
 #[test]
 fn a_token_that_no_row_yields_is_an_error() {
     let array = rows(&[oracle::logits(1, 50, 1.0)]);
-    let sampler = sampler(&options(Shape::Greedy, None), Verify::Coupled, 50, &[], PATHS[0]);
+    let sampler = sampler(
+        &options(Shape::Greedy, None),
+        Verify::Coupled,
+        50,
+        &[],
+        paths()[0],
+    );
     let step = sampler.next(&array, 0, None).unwrap();
     let token = step.read(0).unwrap();
     let scores = sampler.logprobs(&array, &step.picks(), 0).unwrap();

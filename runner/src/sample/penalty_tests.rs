@@ -6,14 +6,14 @@ use mlx_rs::Array;
 use super::options::{PenaltyOptions, Shape, Window};
 use super::oracle;
 use super::sampler::{Draft, Sampler};
-use super::sampler_tests::{assert_close, evaluate, options, probabilities, rows, sampler, PATHS, PLAIN};
+use super::sampler_tests::{assert_close, evaluate, options, paths, probabilities, rows, sampler, PLAIN};
 
 #[test]
 fn penalties_follow_the_window_through_commits_drafts_and_pending_tokens() {
     let size = 64;
     let logits: Vec<Vec<f32>> = (0..4).map(|r| oracle::logits(100 + r, size, 3.0)).collect();
     let shape = Shape::Filtered(PLAIN);
-    for path in PATHS {
+    for path in paths() {
         for window in [
             Window::Last(1),
             Window::Last(2),
@@ -111,7 +111,7 @@ fn tokens_beyond_the_vocabulary_do_not_touch_the_counts() {
         window: Window::Last(3),
     };
     let logits = oracle::logits(7, 64, 3.0);
-    for path in PATHS {
+    for path in paths() {
         let mut sampler = sampler(
             &options(Shape::Filtered(PLAIN), Some(penalties)),
             Verify::Coupled,
