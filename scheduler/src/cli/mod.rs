@@ -3,17 +3,21 @@
 //! Invariant: what a command prints on stdout is its result and nothing else; progress, statistics and errors go to stderr.
 //! Exit status: 0 for success, 1 for a failed request or load, 2 for a bad command line, 130 after Ctrl-C.
 
+mod bench;
+mod chat;
 mod generation;
 mod gguf;
+mod inspect;
 mod programs;
 mod replay;
 mod run;
 mod serve;
 mod session;
+mod tune;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 /// Runs Qwen3.5-family models fast, each in a process of its own.
 #[derive(Debug, Parser)]
@@ -32,12 +36,27 @@ struct Arguments {
 enum Command {
     /// Answer one prompt and stream the answer to the terminal.
     Run(Box<run::RunArguments>),
+    /// Converse in the terminal.
+    Chat(Box<chat::ChatArguments>),
+    /// Say what a model is and whether it can run, without loading it.
+    Inspect(inspect::InspectArguments),
     /// Speak the wire protocol on stdin and stdout, for one or more models.
     Serve(serve::ServeArguments),
     /// Play a recorded session again and compare.
     Replay(replay::ReplayArguments),
+    /// Measure decoding and prefill, with and without drafting.
+    Bench(bench::BenchArguments),
+    /// Find out what drafting is worth on this machine.
+    Tune(tune::TuneArguments),
     /// Speak the runner's side of the wire protocol for one GGUF file, through llama-server. `serve` and `run` start this.
     Gguf(gguf::GgufArguments),
+    /// Print completions for a shell.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page.
+    Man,
 }
 
 /// Runs the command line and says how it went.
@@ -47,6 +66,20 @@ pub(crate) fn main() -> ExitCode {
         Command::Run(arguments) => run::run(&arguments),
         Command::Serve(arguments) => serve::serve(arguments),
         Command::Replay(arguments) => replay::run(&arguments),
+        Command::Chat(arguments) => chat::run(&arguments),
+        Command::Inspect(arguments) => inspect::run(&arguments),
+        Command::Bench(arguments) => bench::run(&arguments),
+        Command::Tune(arguments) => tune::run(&arguments),
+        Command::Completions { shell } => {
+            clap_complete::generate(
+                shell,
+                &mut Arguments::command(),
+                "lookahead",
+                &mut std::io::stdout(),
+            );
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Man => manual(),
         Command::Gguf(arguments) => gguf::gguf(arguments),
     };
     let code = result.unwrap_or_else(|error| {
@@ -57,4 +90,16 @@ pub(crate) fn main() -> ExitCode {
     });
     lookahead_scheduler::log::flush(std::time::Duration::from_millis(200));
     code
+}
+
+/// Writes the manual: one page for the program, followed by one for each command.
+fn manual() -> anyhow::Result<ExitCode> {
+    let mut stdout = std::io::stdout().lock();
+    let command = Arguments::command();
+    clap_mangen::Man::new(command.clone()).render(&mut stdout)?;
+    for subcommand in command.get_subcommands() {
+        let name: &'static str = Box::leak(format!("lookahead-{}", subcommand.get_name()).into_boxed_str());
+        clap_mangen::Man::new(subcommand.clone().name(name)).render(&mut stdout)?;
+    }
+    Ok(ExitCode::SUCCESS)
 }

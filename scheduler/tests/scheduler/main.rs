@@ -1,6 +1,7 @@
 //! The scheduler with real processes, seen from its host.
 #![expect(clippy::unwrap_used, reason = "helpers of tests: a panic is a test's failure")]
 
+mod commands;
 mod faults;
 mod gguf;
 mod host;
