@@ -3,4 +3,7 @@
 //! Invariant: every wait has a deadline, and a process that a test started ends with the test.
 #![deny(missing_docs)]
 
+pub mod golden;
+pub mod order;
 pub mod process;
+pub mod requests;

@@ -4,7 +4,7 @@
 //! to (see [`Process::start_unread`]).
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{channel, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -36,8 +36,19 @@ pub fn executable(name: &str) -> PathBuf {
         dir.pop();
     }
     let path = dir.join(name);
-    assert!(path.exists(), "{} is not built; run cargo build --workspace", path.display());
+    assert!(
+        path.exists(),
+        "{} is not built; run cargo build --workspace",
+        path.display()
+    );
     path
+}
+
+/// The command line of a runner.
+pub fn runner_command(model: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(executable("lookahead-runner"));
+    command.arg("--model").arg(model).args(args);
+    command
 }
 
 /// A started program.
@@ -45,16 +56,19 @@ pub fn executable(name: &str) -> PathBuf {
 pub struct Process {
     child: Child,
     stdin: Option<ChildStdin>,
-    events: Option<Receiver<Value>>,
+    events: Option<Receiver<(Instant, Value)>>,
     stderr: Arc<Mutex<String>>,
 }
 
 impl Process {
     /// Starts a runner on the trained model.
     pub fn runner(args: &[&str]) -> Self {
-        let mut command = Command::new(executable("lookahead-runner"));
-        command.arg("--model").arg(model()).args(args);
-        Self::start(command)
+        Self::runner_of(&model(), args)
+    }
+
+    /// Starts a runner on another model directory.
+    pub fn runner_of(model: &Path, args: &[&str]) -> Self {
+        Self::start(runner_command(model, args))
     }
 
     /// Starts a program whose events are read.
@@ -69,7 +83,10 @@ impl Process {
     /// # Panics
     /// It can't be started.
     pub fn start_unread(mut command: Command) -> Self {
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
         let mut child = match command.spawn() {
             Ok(child) => child,
             Err(error) => panic!("{command:?} can't be started: {error}"),
@@ -81,12 +98,19 @@ impl Process {
                 let mut buffer = [0; 4096];
                 while let Ok(n @ 1..) = pipe.read(&mut buffer) {
                     let text = String::from_utf8_lossy(&buffer[..n]).into_owned();
-                    kept.lock().unwrap_or_else(PoisonError::into_inner).push_str(&text);
+                    kept.lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .push_str(&text);
                 }
             });
         }
         let stdin = child.stdin.take();
-        Self { child, stdin, events: None, stderr }
+        Self {
+            child,
+            stdin,
+            events: None,
+            stderr,
+        }
     }
 
     /// Begins to read stdout.
@@ -94,13 +118,15 @@ impl Process {
     /// # Panics
     /// It is being read already.
     pub fn read_events(&mut self) {
-        let Some(pipe) = self.child.stdout.take() else { panic!("stdout is being read already") };
+        let Some(pipe) = self.child.stdout.take() else {
+            panic!("stdout is being read already")
+        };
         let (sender, receiver) = channel();
         std::thread::spawn(move || {
             for line in BufReader::new(pipe).lines().map_while(Result::ok) {
                 // A line that isn't JSON comes up as a string, so that tests can assert on it.
                 let value = serde_json::from_str(&line).unwrap_or(Value::String(line));
-                if sender.send(value).is_err() {
+                if sender.send((Instant::now(), value)).is_err() {
                     return;
                 }
             }
@@ -118,10 +144,17 @@ impl Process {
     /// # Panics
     /// Stdin is closed.
     pub fn send_bytes(&mut self, bytes: &[u8]) {
-        let Some(stdin) = &mut self.stdin else { panic!("stdin is closed") };
+        let Some(stdin) = &mut self.stdin else {
+            panic!("stdin is closed")
+        };
         if let Err(error) = stdin.write_all(bytes).and_then(|()| stdin.flush()) {
             panic!("the program reads no more: {error}; its log: {}", self.log());
         }
+    }
+
+    /// Closes stdout unread, as a host that dies does.
+    pub fn close_output(&mut self) {
+        self.child.stdout = None;
     }
 
     /// Closes stdin.
@@ -129,12 +162,14 @@ impl Process {
         self.stdin = None;
     }
 
-    /// The next event, or none if the program has closed stdout.
+    /// The next event with the time of its arrival, or none if the program has closed stdout.
     ///
     /// # Panics
     /// Nothing comes within the deadline.
-    pub fn next(&self) -> Option<Value> {
-        let Some(events) = &self.events else { panic!("stdout is not being read") };
+    pub fn next_timed(&self) -> Option<(Instant, Value)> {
+        let Some(events) = &self.events else {
+            panic!("stdout is not being read")
+        };
         match events.recv_timeout(DEADLINE) {
             Ok(event) => Some(event),
             Err(RecvTimeoutError::Disconnected) => None,
@@ -142,11 +177,16 @@ impl Process {
         }
     }
 
+    /// The next event, or none if the program has closed stdout.
+    pub fn next(&self) -> Option<Value> {
+        self.next_timed().map(|(_, event)| event)
+    }
+
     /// Reads on to the first event that `wanted` takes; returns all events up to it, itself the last.
     ///
     /// # Panics
     /// The program ends before.
-    pub fn until(&self, wanted: impl Fn(&Value) -> bool) -> Vec<Value> {
+    pub fn until(&self, mut wanted: impl FnMut(&Value) -> bool) -> Vec<Value> {
         let mut seen = Vec::new();
         while let Some(event) = self.next() {
             let found = wanted(&event);
@@ -155,19 +195,65 @@ impl Process {
                 return seen;
             }
         }
-        panic!("the program ended before the event came; seen {seen:?}; log: {}", self.log());
+        panic!(
+            "the program ended before the event came; seen {seen:?}; log: {}",
+            self.log()
+        );
+    }
+
+    /// Reads on until each of these requests has had its final event.
+    pub fn until_final(&self, ids: &[&str]) -> Vec<Value> {
+        let mut open: Vec<Value> = ids.iter().map(|&id| Value::from(id)).collect();
+        self.until(|event| {
+            open.retain(|id| !is_final(event, id));
+            open.is_empty()
+        })
+    }
+
+    /// Everything up to the end of stdout.
+    pub fn rest(&self) -> Vec<Value> {
+        std::iter::from_fn(|| self.next()).collect()
     }
 
     /// Waits for `ready`.
     pub fn ready(&self) -> Value {
-        self.until(|event| event["type"] == "ready" || event["type"] == "error").pop().unwrap_or_default()
+        self.until(|event| event["type"] == "ready" || event["type"] == "error")
+            .pop()
+            .unwrap_or_default()
     }
 
     /// Sends a request and reads its events up to the final one.
     pub fn ask(&mut self, request: &Value) -> Answer {
         self.send(request);
         let id = request["id"].clone();
-        Answer { events: self.until(|event| is_final(event, &id)), id }
+        Answer {
+            events: self.until(|event| is_final(event, &id)),
+            id,
+        }
+    }
+
+    /// Sends a request that has one event for an answer, while others may run; returns that event and how long it took.
+    /// Other requests' events on the way go to `seen`.
+    pub fn ask_beside(&mut self, request: &Value, seen: &mut Vec<Value>) -> (Value, Duration) {
+        let start = Instant::now();
+        self.send(request);
+        while let Some((at, event)) = self.next_timed() {
+            if event["id"] == request["id"] {
+                return (event, at.saturating_duration_since(start));
+            }
+            seen.push(event);
+        }
+        panic!(
+            "the program ended instead of answering {request}; log: {}",
+            self.log()
+        );
+    }
+
+    /// Bytes of memory that it has resident; none where the system doesn't tell.
+    pub fn resident(&self) -> Option<u64> {
+        let statm = std::fs::read_to_string(format!("/proc/{}/statm", self.pid())).ok()?;
+        let pages: u64 = statm.split_whitespace().nth(1)?.parse().ok()?;
+        Some(pages * 4096)
     }
 
     /// What it has logged.
@@ -180,6 +266,20 @@ impl Process {
         self.child.id()
     }
 
+    /// Sends it a signal, as `kill` does.
+    ///
+    /// # Panics
+    /// There is no `kill`, or it fails.
+    pub fn signal(&self, name: &str) {
+        let sent = Command::new("kill")
+            .args(["-s", name, &self.pid().to_string()])
+            .status();
+        assert!(
+            sent.as_ref().is_ok_and(ExitStatus::success),
+            "kill -s {name}: {sent:?}"
+        );
+    }
+
     /// Waits for its end.
     ///
     /// # Panics
@@ -190,7 +290,10 @@ impl Process {
             match self.child.try_wait() {
                 Ok(Some(status)) => return status,
                 Ok(None) if Instant::now() < end => std::thread::sleep(Duration::from_millis(5)),
-                other => panic!("the program didn't end within {limit:?} ({other:?}); log: {}", self.log()),
+                other => panic!(
+                    "the program didn't end within {limit:?} ({other:?}); log: {}",
+                    self.log()
+                ),
             }
         }
     }
@@ -228,26 +331,63 @@ impl Answer {
     /// Its final event.
     ///
     /// # Panics
-    /// There is none, which `until` rules out.
+    /// There is none, which whoever waited for it rules out.
     pub fn last(&self) -> &Value {
-        match self.events.last() {
+        match self.own().last() {
             Some(event) => event,
-            None => panic!("an answer without events"),
+            None => panic!("no event of {} among {:?}", self.id, self.events),
         }
+    }
+
+    /// Its `done` event.
+    ///
+    /// # Panics
+    /// It ended otherwise.
+    pub fn done(&self) -> &Value {
+        let last = self.last();
+        assert_eq!(last["type"], "done", "{last}");
+        last
+    }
+
+    /// Its `error` event.
+    ///
+    /// # Panics
+    /// It ended otherwise.
+    pub fn error(&self) -> &Value {
+        let last = self.last();
+        assert_eq!(last["type"], "error", "{last}");
+        last
     }
 
     /// Its text, put together.
     pub fn text(&self) -> String {
-        self.own().filter(|e| e["type"] == "token").filter_map(|e| e["text"].as_str()).collect()
+        self.token_events().filter_map(|e| e["text"].as_str()).collect()
     }
 
     /// Its ids, put together.
     pub fn tokens(&self) -> Vec<u64> {
-        self.own()
-            .filter(|e| e["type"] == "token")
-            .filter_map(|e| e["tokens"].as_array())
-            .flatten()
-            .filter_map(Value::as_u64)
-            .collect()
+        ids(self.token_events())
+    }
+
+    /// Its `token` events.
+    pub fn token_events(&self) -> impl Iterator<Item = &Value> {
+        self.own().filter(|e| e["type"] == "token")
+    }
+}
+
+/// The ids that events deliver.
+pub fn ids<'a>(events: impl Iterator<Item = &'a Value>) -> Vec<u64> {
+    events
+        .filter_map(|e| e["tokens"].as_array())
+        .flatten()
+        .filter_map(Value::as_u64)
+        .collect()
+}
+
+/// What a host learns about one request from events that carry other requests' too.
+pub fn answer(events: &[Value], id: &str) -> Answer {
+    Answer {
+        events: events.to_vec(),
+        id: Value::from(id),
     }
 }
