@@ -1,9 +1,10 @@
 //! Byte budgets of the three tiers, and the next thing to move or forget when one is exceeded.
 //!
 //! Order: least recently used first, the deepest of equals, never a path in use; only when nothing else is left are the
-//! restore points of a path in use thinned (never its per-position state). What leaves the device goes to host memory if it
-//! fits there; what leaves host memory is forgotten, and lives on if the disk tier has it. The plan is one step at a time,
-//! since forgetting a point may free the edges that only it kept.
+//! restore points of a path in use thinned (never its per-position state), and not in vain: where even all of them wouldn't
+//! do, the request itself is what is too large, and its end frees more than they hold. What leaves the device goes to host
+//! memory if it fits there; what leaves host memory is forgotten, and lives on if the disk tier has it. The plan is one step
+//! at a time, since forgetting a point may free the edges that only it kept.
 
 use std::str::FromStr;
 
@@ -136,7 +137,7 @@ pub fn next_step<S: Segment, R: Bytes>(trie: &Trie<S, R>, limits: TierBytes) -> 
     let device = held.device.saturating_sub(limits.device);
     let host = held.host.saturating_sub(limits.host);
     let step = if device > 0 {
-        relieve_device(trie, &views, limits.host)
+        relieve_device(trie, &views, limits.host, device)
     } else if host > 0 {
         let idle = views.iter().any(|view| !view.pinned && bytes(view).host > 0);
         let oldest = trie.oldest_point().filter(|_| idle);
@@ -161,7 +162,12 @@ pub fn next_thinning<S: Segment, R: Bytes>(trie: &Trie<S, R>, limit: u64) -> Opt
     cheapest_in_use(&views, |_| held > limit).map(|(node, _)| node)
 }
 
-fn relieve_device<S: Segment, R: Bytes>(trie: &Trie<S, R>, views: &[NodeView], host: u64) -> Option<Step> {
+fn relieve_device<S: Segment, R: Bytes>(
+    trie: &Trie<S, R>,
+    views: &[NodeView],
+    host: u64,
+    excess: u64,
+) -> Option<Step> {
     if let Some((node, part, bytes)) = oldest_on_device(views) {
         return if bytes <= host {
             Some(Step::ToHost(node, part))
@@ -170,11 +176,15 @@ fn relieve_device<S: Segment, R: Bytes>(trie: &Trie<S, R>, views: &[NodeView], h
         };
     }
     let (node, bytes) = cheapest_in_use(views, |bytes| bytes.device > 0)?;
-    Some(if bytes.device <= host {
-        Step::ToHost(node, Part::Point)
-    } else {
-        Step::Forget(node)
-    })
+    if bytes.device <= host {
+        return Some(Step::ToHost(node, Part::Point));
+    }
+    let in_use = views
+        .iter()
+        .filter(|view| view.pinned)
+        .filter_map(|view| view.point);
+    let gain: u64 = in_use.map(|point| point.bytes.device).sum();
+    (gain >= excess).then_some(Step::Forget(node))
 }
 
 fn bytes(view: &NodeView) -> TierBytes {

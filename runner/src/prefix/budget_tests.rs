@@ -142,13 +142,18 @@ fn the_path_in_use_loses_only_restore_points_and_says_when_nothing_is_left() {
     put(&mut trie, "old", 7);
     let pin = trie.pin(leaf);
     let (done, end) = settle(&mut trie, 10, 0);
-    assert_eq!(done, ["forget old", "forget ab", "forget abcd"]);
+    assert_eq!(done, ["forget old"], "the rest would be given up in vain");
     assert_eq!(
         end,
         Next::Short {
-            device: 4 * PER_KEY - 10,
+            device: 4 * PER_KEY + 2 * PER_POINT - 10,
             host: 0
         }
+    );
+    let (done, end) = settle(&mut trie, 4 * PER_KEY, 0);
+    assert_eq!(
+        (done, end),
+        (vec!["forget ab".to_owned(), "forget abcd".to_owned()], Next::Fits)
     );
     assert_eq!(
         trie.bytes().device,

@@ -106,8 +106,11 @@ impl<P: Payloads> PrefixCache<P> {
             let (node, cached) = found.point.unwrap_or((self.trie.root(), 0));
             self.trie.touch(node, self.clock);
             let pin = self.trie.pin(node);
-            self.settle(payloads);
+            let short = self.settle(payloads) != Shortage::default();
             // What came from disk may exceed the budgets by itself; then the next shorter prefix has to do.
+            if cached > 0 && from_disk && short {
+                self.trie.remove_point(node);
+            }
             if cached == 0 || self.trie.point(node).is_some() {
                 break (pin, cached, found.matched);
             }

@@ -6,6 +6,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use mlx_rs::error::{Exception, Result};
+use mlx_rs::ops::concatenate;
 use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 use safetensors::Dtype as FileDtype;
@@ -113,6 +114,18 @@ impl Stored {
     }
 }
 
+/// A copy in a buffer of its own size. [`ops::compact`] keeps a buffer that is up to 16 KiB larger, which for the smallest
+/// arrays would be most of what a point occupies, and not counted.
+fn exact(array: &Array) -> Result<Array> {
+    let flat = array.reshape(&[-1])?;
+    let len = flat.dim(0);
+    let halves = [
+        ops::slice_axis(&flat, 0, 0, len / 2)?,
+        ops::slice_axis(&flat, 0, len / 2, len)?,
+    ];
+    concatenate(&halves, 0)?.reshape(array.shape())
+}
+
 fn dtype_bytes(dtype: Dtype) -> usize {
     if dtype == Dtype::Float32 {
         4
@@ -217,9 +230,7 @@ impl EdgeState {
         let mut path = Vec::new();
         self.append_to(&mut path)?;
         let join = |parts: Vec<&Array>| -> Result<Stored> {
-            Ok(Stored::Device(ops::compact(&mlx_rs::ops::concatenate(
-                &parts, 2,
-            )?)?))
+            Ok(Stored::Device(ops::compact(&concatenate(&parts, 2)?)?))
         };
         path.iter()
             .map(|list| {
@@ -299,7 +310,11 @@ pub struct PointState {
 
 impl PointState {
     /// From compact copies; computes them.
-    pub fn new(snapshot: Snapshot, frontier: Option<Array>) -> Result<Self> {
+    pub fn new(mut snapshot: Snapshot, frontier: Option<Array>) -> Result<Self> {
+        for state in &mut snapshot.states {
+            state.conv = exact(&state.conv)?;
+        }
+        let frontier = frontier.as_ref().map(exact).transpose()?;
         eval(snapshot.arrays().chain(&frontier))?;
         let states = snapshot
             .states
