@@ -1,0 +1,7 @@
+//! The prefix cache of a real runner: what is found again, what it costs, and what survives.
+
+mod disk;
+mod long;
+mod memory;
+mod support;
+mod timelines;
