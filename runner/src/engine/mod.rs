@@ -191,10 +191,12 @@ pub fn serve(
         let renew = if engine.writing { after(RENEW) } else { never() };
         select! {
             recv(commands) -> command => match command {
-                Ok(Command::Run(job)) if latch.is_set() || job.cancel.is_set() => {
+                Ok(Command::Run(job)) if latch.is_set() => {
                     let done = cancelled_before_start(&job.id, Some(job.arrived));
                     engine.host.finish(&job.id, Event::Done(Box::new(done)));
                 }
+                // A request cancelled while it waited has had its final event.
+                Ok(Command::Run(job)) if !job.cancel.start() => {}
                 Ok(Command::Run(job)) => {
                     engine.run(*job);
                     if commands.is_empty() {

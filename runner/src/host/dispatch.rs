@@ -15,6 +15,7 @@ use lookahead_protocol::{ErrorCode, Event, Line, LineReader, Request, RequestErr
 
 use super::latch::Reason;
 use super::record::Recorder;
+use super::registry::Found;
 use super::{cli, spawn, Host};
 use crate::engine::job::Refusal;
 use crate::engine::prepare::{prepare, rendered, Incoming};
@@ -61,22 +62,28 @@ fn prepare_all(host: &Host, text: &Awaited<TextStack>, commands: &Sender<Command
             continue;
         };
         if request.cancel.is_set() {
-            host.finish(&id, Event::Done(Box::new(cancelled_before_start(&id, Some(request.arrived)))));
+            // Its final event went out with the cancellation.
             continue;
         }
+        let flag = request.cancel.clone();
+        let finish = |event| {
+            if host.registry.end_own(&id, &flag) {
+                host.outbox.push(event);
+            }
+        };
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| prepare(&text, request)));
         match result {
             Ok(Ok(job)) => {
-                // A closed channel means that the engine has ended and has answered everything outstanding.
+                // A closed channel means that the engine has ended; what is outstanding then is answered on the way out.
                 let _ = commands.send(Command::Run(Box::new(job)));
             }
             Ok(Err(refusal)) => {
                 host.board.update(|figures| figures.requests.failed += 1);
-                host.finish(&id, Event::Error(refusal.failure(&id)));
+                finish(Event::Error(refusal.failure(&id)));
             }
             Err(_) => {
                 let refusal = Refusal::new(ErrorCode::Internal, "preparing the request panicked");
-                host.finish(&id, Event::Error(refusal.failure(&id)));
+                finish(Event::Error(refusal.failure(&id)));
             }
         }
     }
@@ -173,7 +180,8 @@ impl Reader {
             return;
         };
         let generates = matches!(request, Request::Generate(_));
-        if generates && self.host.registry.generating() >= self.queue && !self.host.registry.is_busy(&id) {
+        // One request runs; the limit is on those behind it.
+        if generates && self.host.registry.generating() > self.queue && !self.host.registry.is_busy(&id) {
             let message = format!("{} requests wait already, the limit of the queue", self.queue);
             self.host.outbox.push(Event::Error(Failure::new(Some(id), ErrorCode::QueueFull, message)));
             return;
@@ -192,7 +200,16 @@ impl Reader {
                 return;
             }
             Request::Cancel(r) => {
-                Event::Cancelled(Cancelled { id: r.id, found: self.host.registry.cancel(&r.target), target: r.target })
+                let found = self.host.registry.cancel(&r.target);
+                let target = r.target.clone();
+                let known = found != Found::Nothing;
+                self.host.finish(&id, Event::Cancelled(Cancelled { id: r.id, found: known, target: r.target }));
+                if let Found::Waiting(arrived) = found {
+                    self.host.board.update(|figures| figures.requests.cancelled += 1);
+                    let done = cancelled_before_start(&target, Some(arrived));
+                    self.host.outbox.push(Event::Done(Box::new(done)));
+                }
+                return;
             }
             Request::Ping(r) => Event::Pong(Pong { id: r.id }),
             Request::Status(r) => {

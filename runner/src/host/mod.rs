@@ -12,8 +12,9 @@ mod record;
 pub mod registry;
 mod signals;
 
+use std::io::Write as _;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::unbounded;
 use lookahead_protocol::event::{Backend as WireBackend, Hello, ProtocolVersion};
@@ -22,6 +23,7 @@ use lookahead_protocol::Event;
 
 use crate::engine::text::Awaited;
 use crate::engine::{self, Ending};
+use crate::inspect::Circumstances;
 use crate::mlx::Backend;
 
 /// What every thread shares.
@@ -61,6 +63,9 @@ const MEASURED_PREFILL: usize = 4096;
 /// # Errors
 /// A thread or signal handler can't be started, or the transcript can't be created.
 pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
+    if args.inspect {
+        return inspect(args);
+    }
     if args.measure {
         let figures = engine::measure::measure(&args.settings(), MEASURED_CONTEXT, MEASURED_PREFILL)?;
         println!("{}", serde_json::to_string_pretty(&figures)?);
@@ -109,9 +114,40 @@ pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
         Ok(Ending::LoadFailed) => 1,
         Err(_) => 3,
     };
+    answer_outstanding(&host);
     host.outbox.close(DRAIN);
     drop(writer);
     Ok(status)
+}
+
+/// Gives every request that was read its final event: generations end as cancelled, text requests are about to be answered.
+fn answer_outstanding(host: &Host) {
+    let end = Instant::now() + DRAIN;
+    loop {
+        for id in host.registry.outstanding() {
+            host.finish(&id, Event::Done(Box::new(engine::cancelled_before_start(&id, None))));
+        }
+        if host.registry.is_empty() || Instant::now() >= end {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Prints what the model is; 1 if it can't run.
+fn inspect(args: &cli::Args) -> anyhow::Result<i32> {
+    let settings = args.settings();
+    let circumstances = Circumstances {
+        on_cpu: matches!(Backend::select(args.cpu), Backend::Cpu),
+        memory_limit: settings.memory_limit,
+        chunk: settings.chunk,
+        no_draft: settings.draft.is_off(),
+    };
+    let inspection = crate::inspect::inspect(&args.model, circumstances);
+    let text = if args.json { serde_json::to_string(&inspection)? + "\n" } else { inspection.to_string() };
+    // A reader that stops half-way has seen what it wanted.
+    let _ = std::io::stdout().write_all(text.as_bytes());
+    Ok(i32::from(!inspection.verdict.runs))
 }
 
 fn spawn<T: Send + 'static>(
