@@ -67,9 +67,10 @@ pub(crate) fn run(arguments: &BenchArguments) -> anyhow::Result<ExitCode> {
     }
     let mut rows = Vec::new();
     for (kind, prompt) in PROMPTS {
-        for draft in &arguments.draft {
-            let mut runs = Vec::new();
-            for _ in 0..arguments.runs {
+        let mut runs: Vec<Vec<Done>> = vec![Vec::new(); arguments.draft.len()];
+        // Modes take turns, so that a machine that is slow for a while is so for all of them.
+        for _ in 0..arguments.runs {
+            for (draft, runs) in arguments.draft.iter().zip(&mut runs) {
                 runs.push(generate(
                     &mut session,
                     &arguments.model,
@@ -79,8 +80,14 @@ pub(crate) fn run(arguments: &BenchArguments) -> anyhow::Result<ExitCode> {
                 )?);
                 bar.inc(1);
             }
-            rows.push(row(kind, draft, &runs));
         }
+        rows.extend(
+            arguments
+                .draft
+                .iter()
+                .zip(&runs)
+                .map(|(draft, runs)| row(kind, draft, runs)),
+        );
     }
     let mut prefills = Vec::new();
     for run in 0..arguments.runs {

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -37,6 +37,9 @@ pub(crate) struct ReplayArguments {
     /// Seconds without an event after which the session counts as different.
     #[arg(long, value_name = "SECONDS", default_value_t = 120.0)]
     timeout: f64,
+    /// Show what the program logs.
+    #[arg(long, short)]
+    verbose: bool,
     /// Further arguments for the program.
     #[arg(last = true)]
     arguments: Vec<OsString>,
@@ -119,5 +122,8 @@ fn command(arguments: &ReplayArguments, session: &Session, recording: &Path) -> 
         other => return Err(ReplayError::OtherProgram(other.to_owned()).into()),
     };
     command.arg("--record").arg(recording).args(&arguments.arguments);
+    if !arguments.verbose {
+        command.stderr(Stdio::null());
+    }
     Ok(command)
 }

@@ -7,6 +7,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::Context;
 use clap::Args;
+use lookahead_protocol::event::Done;
 use lookahead_scheduler::catalog::{self, Kind};
 use lookahead_scheduler::log;
 use lookahead_scheduler::programs::Programs;
@@ -64,28 +65,24 @@ pub(crate) fn run(arguments: &TuneArguments) -> anyhow::Result<ExitCode> {
         .map(|&mode| mode.to_owned())
         .chain(DEPTHS.iter().map(u8::to_string))
         .collect();
-    let mut rows: Vec<Value> = Vec::new();
-    for mode in &modes {
-        eprintln!("measuring generations with --draft {mode}");
-        let mut speeds = Vec::new();
-        let mut positions: Vec<(u64, u64)> = Vec::new();
-        for _ in 0..arguments.runs {
-            for (_, prompt) in PROMPTS {
-                let done = generate(&mut session, &arguments.model, prompt, mode, arguments.tokens)?;
-                speeds.push(rate(done.eval_count, done.eval_duration));
-                for (at, stats) in done.draft.by_position.iter().flatten().enumerate() {
-                    positions.resize(positions.len().max(at + 1), (0, 0));
-                    positions[at].0 += stats.tested;
-                    positions[at].1 += stats.accepted;
-                }
+    let mut tried: Vec<Mode> = modes.iter().map(|mode| Mode::new(mode)).collect();
+    for round in 1..=arguments.runs {
+        eprintln!("measuring generations, round {round} of {}", arguments.runs);
+        for (_, prompt) in PROMPTS {
+            // Modes take turns, so that a machine that is slow for a while is so for all of them.
+            for mode in &mut tried {
+                mode.count(&generate(
+                    &mut session,
+                    &arguments.model,
+                    prompt,
+                    &mode.name,
+                    arguments.tokens,
+                )?);
             }
         }
-        let acceptance: Vec<Option<f64>> = positions
-            .iter()
-            .map(|&(tested, accepted)| (tested > 0).then(|| accepted as f64 / tested as f64))
-            .collect();
-        rows.push(json!({"draft": mode, "tokens_per_second": median(&mut speeds), "acceptance": acceptance}));
     }
+    let off = tried[0].speeds.clone();
+    let rows: Vec<Value> = tried.iter().map(|mode| mode.report(&off)).collect();
     session.end()?;
     let (best, gain) = best_of(&rows);
     let helps = gain >= WORTH && best != "off";
@@ -102,6 +99,44 @@ pub(crate) fn run(arguments: &TuneArguments) -> anyhow::Result<ExitCode> {
         eprintln!("nothing was saved: drafting doesn't help here");
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What was measured of one drafting mode.
+struct Mode {
+    name: String,
+    /// Tokens a second, one for each generation.
+    speeds: Vec<f64>,
+    /// Tested and accepted by position.
+    positions: Vec<(u64, u64)>,
+}
+
+impl Mode {
+    fn new(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            speeds: Vec::new(),
+            positions: Vec::new(),
+        }
+    }
+
+    fn count(&mut self, done: &Done) {
+        self.speeds.push(rate(done.eval_count, done.eval_duration));
+        for (at, stats) in done.draft.by_position.iter().flatten().enumerate() {
+            self.positions.resize(self.positions.len().max(at + 1), (0, 0));
+            self.positions[at].0 += stats.tested;
+            self.positions[at].1 += stats.accepted;
+        }
+    }
+
+    /// With the median ratio to the generations without drafting, each to the one of the same round and prompt.
+    fn report(&self, off: &[f64]) -> Value {
+        let pairs = self.speeds.iter().zip(off).filter(|(_, &off)| off > 0.0);
+        let mut ratios: Vec<f64> = pairs.map(|(speed, off)| speed / off).collect();
+        let share = |&(tested, accepted): &(u64, u64)| (tested > 0).then(|| accepted as f64 / tested as f64);
+        let acceptance: Vec<Option<f64>> = self.positions.iter().map(share).collect();
+        json!({"draft": self.name, "tokens_per_second": median(&mut self.speeds.clone()), "to_off": median(&mut ratios),
+            "acceptance": acceptance})
+    }
 }
 
 /// The runner's own measurement of forwards by width; null where it can't say.
@@ -122,19 +157,13 @@ fn cost_of_widths(programs: &Programs, spec: &catalog::Spec) -> Value {
 
 /// The fastest mode and how much faster it is than none.
 fn best_of(rows: &[Value]) -> (String, f64) {
-    let speed = |row: &Value| row["tokens_per_second"].as_f64().unwrap_or(0.0);
-    let off = rows.iter().find(|row| row["draft"] == "off").map_or(0.0, speed);
-    let best = rows.iter().max_by(|one, two| speed(one).total_cmp(&speed(two)));
+    let ratio = |row: &Value| row["to_off"].as_f64().unwrap_or(0.0);
+    let best = rows.iter().max_by(|one, two| ratio(one).total_cmp(&ratio(two)));
     let name = best
         .and_then(|best| best["draft"].as_str())
         .unwrap_or("off")
         .to_owned();
-    let gain = if off > 0.0 {
-        best.map_or(1.0, speed) / off
-    } else {
-        1.0
-    };
-    (name, gain)
+    (name, best.map_or(1.0, ratio))
 }
 
 fn print_report(report: &Value) {
@@ -151,7 +180,10 @@ fn print_report(report: &Value) {
             );
         }
     }
-    println!("{:<6} {:>10}  acceptance by position", "draft", "tokens/s");
+    println!(
+        "{:<6} {:>10} {:>8}  acceptance by position",
+        "draft", "tokens/s", "to off"
+    );
     for row in report["modes"].as_array().into_iter().flatten() {
         let acceptance: Vec<String> = row["acceptance"]
             .as_array()
@@ -167,7 +199,12 @@ fn print_report(report: &Value) {
             row["draft"].as_str().unwrap_or_default(),
             row["tokens_per_second"].as_f64().unwrap_or(0.0),
         );
-        println!("{mode:<6} {speed:>10.1}  {}", acceptance.join(" "));
+        let ratio = row["to_off"].as_f64().unwrap_or(0.0);
+        println!(
+            "{mode:<6} {speed:>10.1} {:>8}  {}",
+            format!("{ratio:.2}x"),
+            acceptance.join(" ")
+        );
     }
     let (best, gain) = (
         report["best"].as_str().unwrap_or_default(),
@@ -229,8 +266,8 @@ mod tests {
     #[test]
     fn the_best_mode_is_named_with_its_gain() {
         let rows = [
-            json!({"draft": "off", "tokens_per_second": 10.0}),
-            json!({"draft": "2", "tokens_per_second": 15.0}),
+            json!({"draft": "off", "to_off": 1.0}),
+            json!({"draft": "2", "to_off": 1.5}),
         ];
         assert_eq!(best_of(&rows), ("2".to_owned(), 1.5));
         assert_eq!(best_of(&rows[..1]), ("off".to_owned(), 1.0));

@@ -16,6 +16,8 @@ use super::model::{Model, Queued, Stage, Why};
 use super::{Active, AskedAll, Kind, Own, Supervisor};
 use crate::catalog::{self, LookupError};
 
+/// Spellings of models that are remembered; there is no end to the ways of writing a path.
+const REMEMBERED_NAMES: usize = 1000;
 /// Bytes of request lines that may wait in the scheduler altogether.
 const QUEUED_BYTES: usize = 512 << 20;
 
@@ -108,6 +110,9 @@ impl Supervisor {
         let spec = catalog::find(&self.settings, name)?;
         let key = spec.key.clone();
         let keep_alive = keep_alive_of(spec.keep_alive.unwrap_or(self.settings.keep_alive));
+        if self.names.len() >= REMEMBERED_NAMES {
+            self.names.clear();
+        }
         self.names.insert(name.to_owned(), key.clone());
         self.models
             .entry(key.clone())

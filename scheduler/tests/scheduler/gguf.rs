@@ -1,7 +1,7 @@
 //! GGUF files through llama-server: a fake one that has the real one's traps, and the real one where the environment names it
 //! (`LOOKAHEAD_TEST_LLAMA_SERVER` and `LOOKAHEAD_TEST_GGUF`).
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::{json, Value};
@@ -25,6 +25,12 @@ fn model_file(tensors: &[&str]) -> Vec<u8> {
         ],
         tensors,
     )
+}
+
+/// Writes a model for the fake server, with its faults.
+pub(crate) fn write_model(path: &Path, faults: &[&str]) {
+    std::fs::write(path, model_file(&TENSORS)).unwrap();
+    std::fs::write(format!("{}.faults", path.display()), faults.join("\n")).unwrap();
 }
 
 /// A scheduler with a GGUF model `g` served by the fake server.

@@ -56,9 +56,14 @@ impl Setup {
         self.folder.path()
     }
 
-    /// Adds lines to the configuration.
-    pub(crate) fn setting(mut self, line: &str) -> Self {
-        self.settings += &format!("{line}\n");
+    /// Adds lines to the configuration, those that begin with a table after all others.
+    pub(crate) fn setting(mut self, lines: &str) -> Self {
+        let part = if lines.starts_with('[') {
+            &mut self.models
+        } else {
+            &mut self.settings
+        };
+        *part += &format!("{lines}\n");
         self
     }
 

@@ -132,3 +132,25 @@ fn what_cannot_be_replayed_says_why_and_exits_with_2() {
     }
     assert_exit(&replay(&folder.path().join("missing"), &[]), 2, "missing");
 }
+
+/// The recorded sessions of the bundled model, with the real runner where one has been built beside the scheduler.
+#[test]
+fn the_recorded_sessions_of_the_bundled_model_replay() {
+    let beside = lookahead().with_file_name("lookahead-runner");
+    let runner = std::env::var_os("LOOKAHEAD_TEST_RUNNER").map_or(beside, PathBuf::from);
+    if !runner.is_file() {
+        println!("skipped: there is no lookahead-runner; build it or set LOOKAHEAD_TEST_RUNNER");
+        return;
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    for name in ["scheduler.jsonl", "runner.jsonl"] {
+        let output = Command::new(lookahead())
+            .current_dir(&root)
+            .arg("replay")
+            .arg(Path::new("fixtures/transcripts").join(name))
+            .env("LOOKAHEAD_RUNNER", &runner)
+            .output()
+            .unwrap();
+        assert_exit(&output, 0, "same");
+    }
+}

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::host::{is_final, kill, Setup};
+use crate::host::{example, is_final, kill, Host, Setup};
 use crate::requests::resident_bytes;
 
 fn descriptors(pid: u32) -> usize {
@@ -30,11 +30,52 @@ fn a_thousand_requests_with_cancels_and_kills_each_end_exactly_once() {
         .setting("memory_budget = \"2GiB\"")
         .setting("quantum = 0.2")
         .setting("queue_limit = 2000");
-    let mut host = setup
+    crate::gguf::write_model(&setup.path().join("c.gguf"), &["slow-token=1"]);
+    let host = setup
+        .setting(&format!(
+            "llama_server = {:?}",
+            example("fake-llama-server").to_str().unwrap()
+        ))
         .model_with("a", &["slow-token=1"], "memory = \"900MiB\"")
         .model_with("b", &["slow-token=1"], "memory = \"900MiB\"")
-        .model_with("c", &["slow-token=1"], "memory = \"900MiB\"")
+        .setting("[models.c]\npath = \"c.gguf\"\nmemory = \"900MiB\"")
         .start();
+    soak(host);
+}
+
+/// The same with real programs: `LOOKAHEAD_TEST_RUNNER`, two models in `LOOKAHEAD_TEST_MODELS` (separated by a colon), and
+/// the two variables of the GGUF tests.
+#[test]
+fn a_thousand_requests_to_real_programs_each_end_exactly_once() {
+    let variables = [
+        "LOOKAHEAD_TEST_RUNNER",
+        "LOOKAHEAD_TEST_MODELS",
+        "LOOKAHEAD_TEST_LLAMA_SERVER",
+        "LOOKAHEAD_TEST_GGUF",
+    ];
+    let values: Vec<String> = variables
+        .iter()
+        .filter_map(|name| std::env::var(name).ok())
+        .collect();
+    let [runner, models, server, gguf] = values.as_slice() else {
+        println!("skipped: set {}", variables.join(", "));
+        return;
+    };
+    let (a, b) = models.split_once(':').unwrap();
+    let host = Setup::new()
+        .argument("--runner")
+        .argument(runner)
+        .setting("memory_budget = \"2GiB\"")
+        .setting("queue_limit = 2000")
+        .setting(&format!("llama_server = {server:?}"))
+        .setting(&format!("[models.a]\npath = {a:?}\nmemory = \"900MiB\""))
+        .setting(&format!("[models.b]\npath = {b:?}\nmemory = \"900MiB\""))
+        .setting(&format!("[models.c]\npath = {gguf:?}\nmemory = \"900MiB\"\nargs = [\"--threads\", \"1\", \"--context\", \"4096\"]"))
+        .start();
+    soak(host);
+}
+
+fn soak(mut host: Host) {
     let pid = host.child.id();
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = move |below: u64| {
@@ -95,7 +136,7 @@ fn a_thousand_requests_with_cancels_and_kills_each_end_exactly_once() {
         "{memory_then} grew to {memory_now}"
     );
     assert!(
-        descriptors_now <= descriptors_then + 12,
+        descriptors_now <= descriptors_then + 16,
         "{descriptors_then} grew to {descriptors_now}"
     );
     assert!(children(pid) <= 3);
