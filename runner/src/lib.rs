@@ -8,6 +8,7 @@ pub mod cache;
 pub mod engine;
 pub mod host;
 pub mod image;
+pub mod inspect;
 pub mod mlx;
 pub mod model;
 pub mod prefix;

@@ -119,7 +119,7 @@ fn a_second_signal_ends_the_runner_at_once_with_128_and_its_number() {
         runner.signal("TERM");
         std::thread::sleep(Duration::from_millis(200));
         runner.signal(signal);
-        assert_eq!(runner.wait(Duration::from_secs(1)).code(), Some(code), "{signal}");
+        assert_eq!(runner.wait(SOON).code(), Some(code), "{signal}");
     }
 }
 

@@ -1,7 +1,8 @@
 //! The two decoders of one sequence: plain and pipelined, and speculative rounds.
 //!
-//! Invariant: after every call the caches hold exactly the tokens in `consumed`, `current` is the token that the trunk
-//! consumes next, and the drafter has been told of every consumed token.
+//! Invariant: after every call that succeeds the caches hold exactly the tokens in `consumed`, `current` is the token that
+//! the trunk consumes next, or the one that ended the generation, and the drafter has been told of every consumed token.
+//! After one that fails they are of no use and go with the sequence.
 
 use mlx_rs::ops::concatenate;
 use mlx_rs::transforms::{async_eval, eval};
@@ -10,13 +11,14 @@ use mlx_rs::Array;
 use super::drafter::Drafter;
 use super::emit::{Emitter, Finish};
 use super::job::Refusal;
-use super::stats::RoundStats;
+use super::stats::{RoundStats, Tested};
 use crate::cache::{Caches, Mark};
 use crate::host::outbox::Outbox;
 use crate::mlx::ops;
 use crate::model::{Batch, Model};
 use crate::sample::constraint::Constraint;
-use crate::sample::{Draft, Rows, SampleError, Sampler};
+use crate::sample::{Draft, Logprobs, Rows, SampleError, Sampler, TokenScores};
+use crate::speculate::round::{settle, Judged};
 
 /// A sequence that generates.
 #[derive(Debug)]
@@ -37,6 +39,8 @@ pub struct Decoding<'m> {
     pub consumed: Vec<u32>,
     /// The next token to consume.
     pub current: u32,
+    /// What rotary positions are off by from slots, after pictures.
+    pub delta: i32,
     /// What drafting did.
     pub stats: RoundStats,
 }
@@ -44,6 +48,18 @@ pub struct Decoding<'m> {
 /// A model that can be printed, which a derive asks for.
 pub trait ModelDebug: Model + std::fmt::Debug {}
 impl<T: Model + std::fmt::Debug> ModelDebug for T {}
+
+#[cfg(test)]
+thread_local! {
+    /// Times that the host has waited for the device while decoding.
+    pub(super) static WAITS: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// Goes with every call that makes the host wait for the device, so that tests can count them.
+pub(super) fn waiting() {
+    #[cfg(test)]
+    WAITS.with(|waits| waits.set(waits.get() + 1));
+}
 
 /// One dispatched step of plain decoding.
 struct Step {
@@ -54,6 +70,8 @@ struct Step {
     before: Mark,
     /// Position of the token that it draws.
     position: u64,
+    /// Log-probabilities, where wanted.
+    scores: Option<Logprobs>,
 }
 
 /// Token ids as the batch wants them, [1, n].
@@ -71,7 +89,9 @@ impl Decoding<'_> {
     fn dispatch(&mut self, ids: Array) -> Result<Step, Refusal> {
         let before = self.caches.mark();
         let slot = self.caches.offset();
-        let hidden = self.model.forward(&Batch::text(&ids, slot), &mut self.caches)?;
+        let hidden = self
+            .model
+            .forward(&Batch::text(&ids, slot + self.delta), &mut self.caches)?;
         let logits = self.model.unembed(&hidden)?;
         let position = slot as u64 + 1;
         let logits = logits.reshape(&[1, logits.dim(2)])?;
@@ -84,11 +104,25 @@ impl Decoding<'_> {
             None => None,
         };
         let rows = self.sampler.next(&logits, position, mask.as_ref())?;
-        async_eval([&rows.choice, &rows.peak, &hidden])?;
-        Ok(Step { ids, hidden, rows, before, position })
+        let scores = match self.emitter.logprobs() {
+            Some(top) => Some(self.sampler.logprobs(&logits, &rows.picks(), top)?),
+            None => None,
+        };
+        let beside = scores.iter().flat_map(Logprobs::arrays);
+        async_eval([&rows.choice, &rows.peak, &hidden].into_iter().chain(beside))?;
+        Ok(Step {
+            ids,
+            hidden,
+            rows,
+            before,
+            position,
+            scores,
+        })
     }
 
-    /// Decodes up to `steps` tokens, each step dispatched before the one before it is read.
+    /// Decodes up to `steps` tokens, at least one, each step dispatched before the one before it is read.
+    ///
+    /// The step under way when the generation ends is undone: its token belongs to nobody.
     pub fn plain(
         &mut self,
         steps: u32,
@@ -96,10 +130,9 @@ impl Decoding<'_> {
         cancelled: impl Fn() -> bool,
     ) -> Result<Option<Finish>, Refusal> {
         let mut ahead = self.dispatch(ids_array(&[self.current]))?;
-        let mut done = 1;
-        loop {
-            // The last step of the budget needs no successor.
-            let more = done < steps && self.emitter.remaining() > 1 && self.constraint.is_none();
+        for left in (0..steps.max(1)).rev() {
+            // The last step of the budget needs no successor, and a constraint has to see each token before the next.
+            let more = left > 0 && self.emitter.remaining() > 1 && self.constraint.is_none();
             let next = if more {
                 self.sampler.commit_pending(&ahead.rows.choice)?;
                 let ids = ahead.rows.choice.reshape(&[1, 1])?;
@@ -107,6 +140,7 @@ impl Decoding<'_> {
             } else {
                 None
             };
+            waiting();
             let token = ahead.rows.read(ahead.position)?;
             match next {
                 Some(_) => self.sampler.confirm(token),
@@ -118,26 +152,31 @@ impl Decoding<'_> {
             }
             self.current = token;
             self.stats.plain();
-            let finish = self.take(token)?;
+            let scores = match &ahead.scores {
+                Some(scores) => scores.read([token])?,
+                None => Vec::new(),
+            };
+            let finish = self.take(token, scores.first())?;
             self.emitter.send(outbox);
             let finish = finish.or_else(|| cancelled().then_some(Finish::Cancelled));
-            match (finish, next) {
-                (Some(finish), next) => {
-                    if let Some(next) = next {
-                        self.caches.reset(next.before);
-                    }
-                    return Ok(Some(finish));
+            if finish.is_some() {
+                if let Some(next) = next {
+                    self.caches.reset(next.before);
                 }
-                (None, Some(next)) => ahead = next,
-                (None, None) => return Ok(None),
+                return Ok(finish);
             }
-            done += 1;
+            ahead = match next {
+                Some(next) => next,
+                None if left > 0 && self.constraint.is_some() => self.dispatch(ids_array(&[token]))?,
+                None => return Ok(None),
+            };
         }
+        Ok(None)
     }
 
     /// Judges a generated token, the constraint's view included.
-    fn take(&mut self, token: u32) -> Result<Option<Finish>, Refusal> {
-        let finish = self.emitter.take(token, None);
+    fn take(&mut self, token: u32, scores: Option<&TokenScores>) -> Result<Option<Finish>, Refusal> {
+        let finish = self.emitter.take(token, scores);
         if let (None | Some(Finish::Length), Some(constraint)) = (&finish, &mut self.constraint) {
             constraint.commit(token)?;
             if constraint.is_complete() {
@@ -149,16 +188,23 @@ impl Decoding<'_> {
 
     /// Cuts drafts where the constraint forbids one, and makes the rows' masks. Costs constrained requests one more read.
     fn legal(&mut self, mut drafts: Vec<Draft>) -> Result<(Vec<Draft>, Option<Array>), Refusal> {
-        let Some(constraint) = &mut self.constraint else { return Ok((drafts, None)) };
+        let Some(constraint) = &mut self.constraint else {
+            return Ok((drafts, None));
+        };
+        waiting();
         eval(drafts.iter().map(Draft::ids))?;
-        let ids: Vec<u32> = drafts.iter().map(|draft| draft.ids().item_cast::<i32>() as u32).collect();
+        let ids: Vec<u32> = drafts
+            .iter()
+            .map(|draft| draft.ids().item_cast::<i32>() as u32)
+            .collect();
         let rows = constraint.masks_along(&ids)?;
         drafts.truncate(rows.legal);
         let words: Vec<Option<&[u32]>> = (0..=rows.legal).map(|row| Some(rows.row(row))).collect();
         Ok((drafts, Some(self.sampler.mask(&words))))
     }
 
-    /// One round: drafts, one forward over the current token and the drafts, one read, rollback to what stands.
+    /// One round: drafts, one forward over the current token and the drafts, one read, rollback to what stands. A plain step
+    /// where nothing can be drafted.
     pub fn round(&mut self, depth: usize, outbox: &Outbox) -> Result<Option<Finish>, Refusal> {
         let slot = self.caches.offset();
         let position = slot as u64 + 1;
@@ -170,6 +216,7 @@ impl Decoding<'_> {
         if drafts.is_empty() {
             return self.plain(1, outbox, || false);
         }
+        let proposed = drafts.len();
         let (drafts, masks) = self.legal(drafts)?;
         let mut parts = vec![current];
         for draft in &drafts {
@@ -178,11 +225,19 @@ impl Decoding<'_> {
         let ids = concatenate(&parts, 1)?;
         let before = self.caches.mark();
         self.caches.keep_rows(true);
-        let hidden = self.model.forward(&Batch::text(&ids, slot), &mut self.caches)?;
+        let hidden = self
+            .model
+            .forward(&Batch::text(&ids, slot + self.delta), &mut self.caches)?;
         let logits = self.model.unembed(&hidden)?;
         let rows = logits.dim(1);
         let logits = logits.reshape(&[rows, logits.dim(2)])?;
         let verdict = self.sampler.verify(&logits, position, &drafts, masks.as_ref())?;
+        let scores = match self.emitter.logprobs() {
+            Some(top) => Some(self.sampler.logprobs(&logits, &verdict.picks(), top)?),
+            None => None,
+        };
+        waiting();
+        eval(verdict.arrays().chain(scores.iter().flat_map(Logprobs::arrays)))?;
         let outcome = match verdict.read() {
             Ok(outcome) => outcome,
             Err(error @ SampleError::NanDraft { .. }) => {
@@ -195,33 +250,41 @@ impl Decoding<'_> {
             }
             Err(error) => return Err(error.into()),
         };
-        let mut finish = None;
-        let mut yielded: Vec<u32> = Vec::with_capacity(outcome.accepted + 1);
-        for token in outcome.tokens() {
-            finish = self.take(token)?;
-            yielded.push(token);
-            if finish.is_some() {
-                break;
-            }
-        }
-        // The last token of the run waits to be consumed, as `current` or for ever.
-        let kept = yielded.len() as i32;
+        let judged = Judged {
+            current: self.current,
+            drafts: &outcome.drafts,
+            accepted: outcome.accepted,
+            next: outcome.next,
+        };
+        let scores = match scores {
+            Some(scores) => scores.read(outcome.tokens())?,
+            None => Vec::new(),
+        };
+        let mut scores = scores.iter();
+        let settled = settle(&judged, |token| self.take(token, scores.next()).transpose());
+        let kept = settled.kept() as i32;
         self.caches.rollback(slot + kept)?;
         self.caches.keep_rows(false);
-        self.consumed.push(self.current);
-        self.consumed.extend(&yielded[..yielded.len() - 1]);
-        self.sampler.commit(&yielded)?;
+        self.consumed.extend(&settled.committed);
+        self.sampler.commit(&settled.recorded)?;
         if let Some(drafter) = &mut self.drafter {
             let ids = ops::slice_axis(&ids, 1, 0, kept)?;
             drafter.observe(&ids, &ops::slice_axis(&hidden, 1, 0, kept)?, &self.caches)?;
         }
-        let tested = (outcome.accepted + 1).min(outcome.drafts.len()).min(yielded.len());
-        let accepted = outcome.accepted.min(yielded.len());
-        self.stats.round(outcome.drafts.len(), tested, accepted);
-        if let Some(&last) = yielded.last() {
-            self.current = last;
-        }
+        self.current = settled.current().unwrap_or(self.current);
+        self.stats.round(
+            proposed,
+            Tested {
+                drafts: drafts.len(),
+                tested: settled.tested,
+                accepted: settled.accepted,
+            },
+        );
         self.emitter.send(outbox);
-        Ok(finish)
+        settled.finish.transpose()
     }
 }
+
+#[cfg(test)]
+#[path = "decode_tests.rs"]
+mod tests;

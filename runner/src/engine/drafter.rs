@@ -5,11 +5,15 @@
 //! cover every token that the trunk has consumed, drafting or not.
 //! Source: DeepSeek-V3 technical report (2024), multi-token prediction.
 
+use std::rc::Rc;
+
 use mlx_rs::error::{Exception, Result};
 use mlx_rs::ops::concatenate;
 use mlx_rs::transforms::eval;
 use mlx_rs::Array;
 
+use super::decode::waiting;
+use super::media::Placed;
 use crate::cache::{Caches, KvSegment};
 use crate::mlx::ops;
 use crate::model::{Batch, DraftModel};
@@ -27,6 +31,8 @@ pub struct Drafter<'m> {
     frontier: Option<Array>,
     /// Tokens that the trunk has consumed.
     consumed: i32,
+    /// The prompt's pictures.
+    media: Rc<Placed>,
 }
 
 impl std::fmt::Debug for Drafter<'_> {
@@ -42,7 +48,23 @@ impl std::fmt::Debug for Drafter<'_> {
 impl<'m> Drafter<'m> {
     /// A drafter at the start of a sequence.
     pub fn new(head: &'m dyn DraftModel) -> Self {
-        Self { head, caches: head.new_caches(), pending: Vec::new(), waiting: 0, frontier: None, consumed: 0 }
+        Self {
+            head,
+            caches: head.new_caches(),
+            pending: Vec::new(),
+            waiting: 0,
+            frontier: None,
+            consumed: 0,
+            media: Rc::default(),
+        }
+    }
+
+    /// The same for a prompt with pictures.
+    pub fn with_media(self, media: &Rc<Placed>) -> Self {
+        Self {
+            media: Rc::clone(media),
+            ..self
+        }
     }
 
     /// Restores the state after `consumed` tokens: the head's key-values of slots `0..consumed - 1`, and the frontier.
@@ -72,9 +94,10 @@ impl<'m> Drafter<'m> {
                 Some((ids.clone(), concatenate(&[frontier, before], 1)?))
             }
             (None, 1) => None,
-            (None, _) => {
-                Some((ops::slice_axis(ids, 1, 1, rows)?, ops::slice_axis(hidden, 1, 0, rows - 1)?))
-            }
+            (None, _) => Some((
+                ops::slice_axis(ids, 1, 1, rows)?,
+                ops::slice_axis(hidden, 1, 0, rows - 1)?,
+            )),
         };
         if let Some((tokens, states)) = states {
             self.waiting += tokens.dim(1);
@@ -103,8 +126,14 @@ impl<'m> Drafter<'m> {
     }
 
     fn run(&mut self, tokens: &Array, states: &Array, target: &Caches) -> Result<Array> {
-        let batch =
-            Batch { conditioning: Some(states), ..Batch::text(tokens, self.caches.offset()) };
+        let (slot, rows) = (self.caches.offset(), tokens.dim(1));
+        let batch = Batch {
+            ids: tokens,
+            positions: self.media.positions(slot, rows),
+            // A pair's token stands one slot ahead of its state.
+            media: &self.media.media(slot + 1, rows)?,
+            conditioning: Some(states),
+        };
         self.head.forward(&batch, target, &mut self.caches)
     }
 
@@ -112,6 +141,7 @@ impl<'m> Drafter<'m> {
     pub fn flush(&mut self, target: &Caches) -> Result<()> {
         if let Some((tokens, states)) = self.take_pending(None)? {
             self.run(&tokens, &states, target)?;
+            waiting();
             eval(self.caches.arrays())?;
         }
         Ok(())
@@ -128,6 +158,7 @@ impl<'m> Drafter<'m> {
         };
         if let Some((tokens, states)) = self.take_pending(extra)? {
             self.run(&tokens, &states, target)?;
+            waiting();
             eval(self.caches.arrays())?;
         }
         Ok(())
@@ -148,9 +179,11 @@ impl<'m> Drafter<'m> {
         sampler: &Sampler,
         target: &Caches,
     ) -> Result<Vec<Draft>> {
-        let Some(frontier) = self.frontier.clone() else { return Ok(Vec::new()) };
-        let extra = (self.caches.offset() + self.waiting < self.consumed)
-            .then(|| (current.clone(), frontier));
+        let Some(frontier) = self.frontier.clone() else {
+            return Ok(Vec::new());
+        };
+        let extra =
+            (self.caches.offset() + self.waiting < self.consumed).then(|| (current.clone(), frontier));
         let (tokens, states) = self
             .take_pending(extra)?
             .ok_or_else(|| Exception::custom("the drafter has no pair for the current token"))?;
@@ -166,7 +199,12 @@ impl<'m> Drafter<'m> {
             }
             let logits = self.head.unembed(&carried)?;
             let width = logits.dim(2);
-            let draft = sampler.draft(&logits.reshape(&[1, width])?, position + step as u64, &drafts, None)?;
+            let draft = sampler.draft(
+                &logits.reshape(&[1, width])?,
+                position + step as u64,
+                &drafts,
+                None,
+            )?;
             drafts.push(draft);
         }
         // Chained slots hold the head's own states; accepted ones are rewritten from the trunk's with the next first call.

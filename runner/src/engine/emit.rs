@@ -5,13 +5,14 @@
 
 use std::sync::Arc;
 
-use lookahead_protocol::event::{Token, TokenLogprob};
+use lookahead_protocol::event::{Token, TokenLogprob, TopLogprob};
 use lookahead_protocol::Event;
 
 use super::job::Job;
 use super::text::TextStack;
 use crate::host::outbox::Outbox;
-use crate::text::{Chunk, EosSet, Push, TextStream};
+use crate::sample::TokenScores;
+use crate::text::{Chunk, EosSet, Push, TextStream, Tokenizer};
 
 /// Why a generation ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,7 +34,9 @@ pub struct Emitter {
     ignore_eos: bool,
     budget: usize,
     taken: usize,
-    logprobs: bool,
+    tokenizer: Arc<Tokenizer>,
+    /// Rivals to list with each log-probability, where wanted.
+    logprobs: Option<usize>,
     pending: Option<Chunk<Option<TokenLogprob>>>,
 }
 
@@ -47,7 +50,8 @@ impl Emitter {
             ignore_eos: job.options.ignore_eos,
             budget: job.budget,
             taken: 0,
-            logprobs: job.logprobs.is_some(),
+            tokenizer: Arc::clone(&text.tokenizer),
+            logprobs: job.logprobs,
             pending: None,
         }
     }
@@ -68,16 +72,33 @@ impl Emitter {
     }
 
     /// Judges the next id. What became sendable waits for [`Emitter::send`].
-    pub fn take(&mut self, token: u32, logprob: Option<TokenLogprob>) -> Option<Finish> {
+    pub fn take(&mut self, token: u32, scores: Option<&TokenScores>) -> Option<Finish> {
         if !self.ignore_eos && self.eos.contains(token) {
             return Some(Finish::Stop(None));
         }
         self.taken += 1;
+        let logprob = scores.map(|scores| self.logprob(scores));
         let push = self.stream.push(token, logprob);
         if let Some(stop) = self.keep(push) {
             return Some(Finish::Stop(Some(stop)));
         }
         (self.taken >= self.budget).then_some(Finish::Length)
+    }
+
+    /// How many rivals to list with each log-probability; `None` where none are wanted.
+    pub fn logprobs(&self) -> Option<usize> {
+        self.logprobs
+    }
+
+    fn logprob(&self, scores: &TokenScores) -> TokenLogprob {
+        let bytes = |id: u32| self.tokenizer.token_bytes(id).unwrap_or_default().to_vec();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let top = scores.top.iter().map(|rival| {
+            let bytes = bytes(rival.token);
+            TopLogprob { token: text(&bytes), bytes, logprob: rival.logprob }
+        });
+        let own = bytes(scores.chosen.token);
+        TokenLogprob { token: text(&own), bytes: own, logprob: scores.chosen.logprob, top: top.collect() }
     }
 
     fn keep(&mut self, push: Push<Option<TokenLogprob>>) -> Option<String> {
@@ -96,7 +117,7 @@ impl Emitter {
     /// Sends what is sendable.
     pub fn send(&mut self, outbox: &Outbox) {
         if let Some(chunk) = self.pending.take() {
-            let logprobs = self.logprobs.then(|| chunk.data.into_iter().flatten().collect());
+            let logprobs = self.logprobs.map(|_| chunk.data.into_iter().flatten().collect());
             outbox.push(Event::Token(Token {
                 id: self.id.clone(),
                 text: chunk.text,

@@ -3,6 +3,7 @@
 //! Invariant: the decode loop is the only place that emits and that enforces budgets, terminators and cancellation; a
 //! request ends with exactly one of `done` and `error`.
 
+use std::rc::Rc;
 use std::time::Instant;
 
 use lookahead_protocol::event::{Done, DoneReason, Phase, Prefill, Prompt};
@@ -15,8 +16,9 @@ use super::decode::{ids_array, Decoding};
 use super::drafter::Drafter;
 use super::emit::{Emitter, Finish};
 use super::job::{Job, Refusal};
+use super::media::{Picture, Placed};
 use super::prefix::{Live, Path, State};
-use super::stats::RoundStats;
+use super::stats::{RoundStats, Tested};
 use super::{Engine, Settings};
 use crate::host::board::{nanos, Running};
 use crate::mlx::{memory, ops};
@@ -105,15 +107,13 @@ impl Engine {
     }
 
     fn generate(&mut self, job: &Job, attempt: &mut Attempt) -> Result<Outcome, Refusal> {
-        if job.logprobs.is_some() {
-            return Err(Refusal::new(ErrorCode::Unsupported, "`logprobs` is not supported by this build"));
-        }
         let queued = nanos(job.arrived);
         let model = std::rc::Rc::clone(&self.model);
         let mut caches = model.new_caches();
         let mut restored = None;
         if job.cache && self.prefix.is_on() {
-            let (path, found) = self.prefix.begin(&job.tokens, &[], caches.kv_layers());
+            let media: Vec<_> = job.pictures.iter().map(Picture::key).collect();
+            let (path, found) = self.prefix.begin(&job.tokens, &media, caches.kv_layers());
             attempt.path = Some(path);
             restored = found;
         }
@@ -139,7 +139,8 @@ impl Engine {
         let policy = policy(&job.draft, &self.settings);
         // A stored prefix has the head's key-values in it, so the head follows along also where the request doesn't draft.
         let head = model.self_draft().filter(|_| policy != Policy::Off || attempt.path.is_some());
-        let mut drafter = head.map(Drafter::new);
+        let placed = Rc::new(Placed::new(model.tower(), &job.pictures, job.tokens.len(), cached)?);
+        let mut drafter = head.map(|head| Drafter::new(head).with_media(&placed));
         if let Some(restored) = restored {
             let offset = restored.snapshot.offset;
             caches.restore(offset, restored.trunk, Some(&restored.snapshot))?;
@@ -168,9 +169,10 @@ impl Engine {
             constraint: attempt.constraint.take(),
             consumed: job.tokens[..cached].to_vec(),
             current: 0,
+            delta: placed.delta(),
             stats: RoundStats::default(),
         };
-        let result = self.advance(job, &mut decoding, attempt, &captures, policy);
+        let result = self.advance(job, &mut decoding, attempt, (&placed, &captures), policy);
         attempt.constraint = decoding.constraint.take();
         attempt.drawn = decoding.emitter.taken() > 0;
         let (finish, prefill, decoded) = result?;
@@ -195,11 +197,11 @@ impl Engine {
         job: &Job,
         decoding: &mut Decoding<'_>,
         attempt: &mut Attempt,
-        captures: &[Capture],
+        (placed, captures): (&Placed, &[Capture]),
         policy: Policy,
     ) -> Result<(Finish, u64, u64), Refusal> {
         let start = Instant::now();
-        let (through, frontiers) = self.prefill(job, decoding, attempt, captures)?;
+        let (through, frontiers) = self.prefill(job, decoding, attempt, (placed, captures))?;
         let prefill = nanos(start);
         if let Some(path) = &mut attempt.path {
             self.keep_captures(job, decoding, path, captures, frontiers)?;
@@ -236,7 +238,7 @@ impl Engine {
         job: &Job,
         decoding: &mut Decoding<'_>,
         attempt: &mut Attempt,
-        captures: &[Capture],
+        (placed, captures): (&Placed, &[Capture]),
     ) -> Result<(bool, Vec<(usize, Array)>), Refusal> {
         let mut frontiers = Vec::new();
         let total = job.tokens.len();
@@ -249,7 +251,14 @@ impl Engine {
             let to = end.min(at + self.settings.chunk);
             let ids = ids_array(&job.tokens[at..to]);
             let slot = decoding.caches.offset();
-            let hidden = decoding.model.forward(&Batch::text(&ids, slot), &mut decoding.caches)?;
+            let rows = ids.dim(1);
+            let batch = Batch {
+                ids: &ids,
+                positions: placed.positions(slot, rows),
+                media: &placed.media(slot, rows)?,
+                conditioning: None,
+            };
+            let hidden = decoding.model.forward(&batch, &mut decoding.caches)?;
             let mut arrays = decoding.caches.arrays();
             if decoding.drafter.is_some() {
                 arrays.push(&hidden);
@@ -381,7 +390,7 @@ impl Engine {
             self.last_context = (mode, decoding.consumed.len());
             let context = Context {
                 mode,
-                policy,
+                policy: if decoding.drafter.is_some() { policy } else { Policy::Off },
                 length: decoding.consumed.len(),
                 remaining: decoding.emitter.remaining(),
             };
@@ -398,9 +407,14 @@ impl Engine {
                 }
                 Plan::Draft { depth } => {
                     let finish = decoding.round(depth, &self.host.outbox)?;
-                    let (tested, accepted) = decoding.stats.last_round();
-                    let seconds = finish.is_none().then(|| start.elapsed().as_secs_f64());
-                    self.depth.record_round(&context, &RoundSample { depth, tested, accepted, seconds });
+                    let Tested { drafts, tested, accepted } = decoding.stats.last_round();
+                    // A round with fewer drafts than planned costs what neither depth does.
+                    let usual = finish.is_none() && drafts == depth;
+                    let seconds = usual.then(|| start.elapsed().as_secs_f64());
+                    match drafts {
+                        0 => self.depth.record_plain(&context, 1, None),
+                        depth => self.depth.record_round(&context, &RoundSample { depth, tested, accepted, seconds }),
+                    }
                     finish
                 }
             };

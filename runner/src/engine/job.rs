@@ -8,6 +8,7 @@ use std::time::Instant;
 use lookahead_protocol::request::{DraftOptions, Verify};
 use lookahead_protocol::{event::Failure, ErrorCode};
 
+use super::media::Picture;
 use crate::host::registry::CancelFlag;
 use crate::sample::constraint::{Constraint, ConstraintError};
 use crate::sample::SamplingOptions;
@@ -24,6 +25,8 @@ pub struct Job {
     pub cancel: CancelFlag,
     /// Prompt tokens, at least one.
     pub tokens: Vec<u32>,
+    /// Pictures in them, ascending.
+    pub pictures: Vec<Picture>,
     /// Sampling.
     pub options: SamplingOptions,
     /// Key of every draw.

@@ -10,11 +10,13 @@ use lookahead_protocol::event::{DraftInfo, LoadProgress, LoadStage, MemoryInfo, 
 use lookahead_protocol::{ErrorCode, Event};
 
 use super::job::Refusal;
+use super::media::PictureRules;
 use super::prefix::Prefixes;
 use super::text::{Awaited, TextStack};
 use super::Settings;
 use crate::host::latch::Latch;
 use crate::host::outbox::Outbox;
+use crate::image::ImageRules;
 use crate::mlx::{gpu, Backend, Path};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::ModelConfig;
@@ -22,7 +24,7 @@ use crate::model::error::{LoadError, LoadErrorKind};
 use crate::model::plan::{plan, Plan, PlanOptions, VisionStatus};
 use crate::model::quant::ModuleQuant;
 use crate::model::qwen3_5::{load, Qwen35};
-use crate::model::weights::{ModelError, Precision, Weights};
+use crate::model::weights::{memory_bytes, ModelError, Precision, Weights};
 use crate::model::Model as _;
 use crate::prefix::disk::{DiskConfig, DiskStore, FingerprintBuilder};
 
@@ -83,23 +85,29 @@ pub fn load_model(
         tracing::warn!("{warning}");
     }
     let config = checkpoint.config();
-    let stack = TextStack::load(&settings.model, config)
+    let mut stack = TextStack::load(&settings.model, config)
         .map_err(|error| Refusal::new(ErrorCode::ModelInvalid, error.to_string()))?;
+    if let (VisionStatus::Active(vision), Some(token)) = (&plan.vision, config.media.image) {
+        let rules = ImageRules::read(&settings.model, vision, settings.image_pixels)?;
+        stack.pictures = Some(PictureRules { token, rules });
+    }
     let stack = Arc::new(stack);
     text.provide(Arc::clone(&stack));
 
     let total = checkpoint.total_bytes();
     let limit = settings.memory_limit;
-    let widened = plan.parameters.saturating_mul(4);
+    let widened = memory_bytes(&checkpoint, &plan, Precision::Widen);
     let (precision, path) = match backend {
         Backend::Cpu if widened <= limit => (Precision::Widen, Path::Cpu),
-        Backend::Cpu => (Precision::Stored, Path::Graph),
+        Backend::Cpu => (Precision::Stored, Path::Cpu),
         Backend::Metal | Backend::Cuda => (Precision::Native, gpu_path(backend, checkpoint.config())),
     };
-    if total > limit {
-        let message = format!("the weights take {total} bytes, more than the memory limit of {limit}");
+    let needed = memory_bytes(&checkpoint, &plan, precision);
+    if needed > limit {
+        let message = format!("the weights take {needed} bytes, more than the memory limit of {limit} bytes");
         return Err(Refusal::new(ErrorCode::OutOfMemory, message));
     }
+    tracing::info!("weights: {needed} of {limit} bytes, {}", precision.words());
     let mut last = None::<Instant>;
     let mut progress = |done: u64| {
         if last.is_none_or(|at| at.elapsed() >= Duration::from_millis(100)) {

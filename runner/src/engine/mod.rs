@@ -8,15 +8,22 @@ mod emit;
 mod generate;
 pub mod job;
 mod load;
+mod media;
 pub mod measure;
 mod prefix;
 pub mod prepare;
+#[cfg(test)]
+mod scripted;
+#[cfg(test)]
+mod vision_tests;
 mod stats;
 pub mod text;
+mod warmup;
 
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Instant;
 use std::time::Duration;
 
 use crossbeam_channel::{after, never, select, Receiver};
@@ -25,6 +32,7 @@ use lookahead_protocol::event::{
 };
 use lookahead_protocol::Event;
 
+use crate::host::board::nanos;
 use crate::host::Host;
 use crate::mlx::{memory, Backend, Path};
 use crate::model::qwen3_5::Qwen35;
@@ -106,6 +114,8 @@ pub struct Settings {
     pub cache_dir: Option<PathBuf>,
     /// Whether to keep off the GPU.
     pub force_cpu: bool,
+    /// Most pixels of a picture after resizing.
+    pub image_pixels: usize,
 }
 
 /// How the engine's thread ended.
@@ -154,7 +164,7 @@ pub fn serve(
     text: &Awaited<TextStack>,
     commands: &Receiver<Command>,
 ) -> Ending {
-    let loaded = match load::load_model(&settings, backend, &host.outbox, &host.latch, text) {
+    let mut loaded = match load::load_model(&settings, backend, &host.outbox, &host.latch, text) {
         Ok(Some(loaded)) => loaded,
         Ok(None) => {
             text.give_up();
@@ -167,12 +177,20 @@ pub fn serve(
         }
     };
     let limits = DepthLimits { max_depth: settings.draft.max_depth() };
+    let mut depth = DepthController::new(limits, DepthModel::default());
+    let start = Instant::now();
+    let told = (&host.outbox, &host.latch);
+    if let Err(refusal) = warmup::warm_up(&loaded.model, &loaded.text, loaded.path, settings.draft, &mut depth, told) {
+        text.give_up();
+        return load_failed(&host, &refusal);
+    }
+    loaded.ready.load_duration += nanos(start);
     let mut engine = Engine {
         model: Rc::new(loaded.model),
         text: loaded.text,
         path: loaded.path,
         host,
-        depth: DepthController::new(limits, DepthModel::default()),
+        depth,
         draft: loaded.ready.draft.clone(),
         totals: RoundStats::default(),
         weights: loaded.ready.memory.weights,

@@ -2,14 +2,16 @@
 //!
 //! Invariant: everything that can be refused without the weights is refused here, naming the field.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lookahead_protocol::request::{self as wire, Generate, Input, Message, Render, Verify};
+use lookahead_protocol::request::{self as wire, Content, Generate, Input, Message, Part, Render, Verify};
 use lookahead_protocol::ErrorCode;
 use serde_json::Value;
 
 use super::job::{Job, Refusal};
+use super::media::{self, Picture};
 use super::text::TextStack;
 use crate::host::registry::CancelFlag;
 use crate::sample::constraint::{Constraint, Format, Start};
@@ -38,7 +40,7 @@ pub fn prepare(text: &TextStack, incoming: Incoming) -> Result<Job, Refusal> {
         .map_err(|error| Refusal::new(ErrorCode::InvalidRequest, error.to_string()))?;
     let stops = StopSet::new(&options.stop)
         .map_err(|error| Refusal::new(ErrorCode::InvalidRequest, error.to_string()))?;
-    let (tokens, think_open) = tokens(text, request.input)?;
+    let (tokens, pictures, think_open) = tokens(text, request.input)?;
     if tokens.is_empty() {
         return Err(Refusal::new(ErrorCode::EmptyPrompt, "the prompt has no token"));
     }
@@ -65,6 +67,7 @@ pub fn prepare(text: &TextStack, incoming: Incoming) -> Result<Job, Refusal> {
         arrived,
         cancel,
         tokens,
+        pictures,
         seed: options.seed.unwrap_or_else(random_seed),
         stops: Arc::new(stops),
         budget,
@@ -97,7 +100,7 @@ fn random_seed() -> u64 {
     hasher.finish()
 }
 
-fn tokens(text: &TextStack, input: Input) -> Result<(Vec<u32>, bool), Refusal> {
+fn tokens(text: &TextStack, input: Input) -> Result<(Vec<u32>, Vec<Picture>, bool), Refusal> {
     let encode = |prompt: &str, bos: Bos| {
         text.tokenizer
             .encode(prompt, bos)
@@ -105,19 +108,23 @@ fn tokens(text: &TextStack, input: Input) -> Result<(Vec<u32>, bool), Refusal> {
     };
     match input {
         Input::Prompt { prompt, images } => {
-            if !images.is_empty() {
-                return Err(no_images());
-            }
             let open = text.template.think_open(&prompt);
-            Ok((encode(&prompt, Bos::ByRule)?, open))
+            let images: Vec<&str> = images.iter().map(String::as_str).collect();
+            let (tokens, pictures) =
+                media::place(text.pictures.as_ref(), encode(&prompt, Bos::ByRule)?, &images)?;
+            Ok((tokens, pictures, open))
         }
         Input::Messages { messages, tools, think } => {
-            let prompt = render(text, &messages, tools.as_deref(), think)?;
-            if messages.iter().any(|m| m.images().next().is_some()) {
-                return Err(no_images());
+            let images: Vec<&str> = messages.iter().flat_map(Message::images).collect();
+            if !images.is_empty() && text.pictures.is_none() {
+                // Said before the template runs: one that knows no pictures fails with less to the point.
+                return Err(media::no_images());
             }
+            let prompt = render(text, &messages, tools.as_deref(), think)?;
             let open = text.template.think_open(&prompt);
-            Ok((encode(&prompt, Bos::Never)?, open))
+            let (tokens, pictures) =
+                media::place(text.pictures.as_ref(), encode(&prompt, Bos::Never)?, &images)?;
+            Ok((tokens, pictures, open))
         }
         Input::Tokens { tokens } => {
             let known = text.vocab_size.min(text.tokenizer.len());
@@ -125,13 +132,9 @@ fn tokens(text: &TextStack, input: Input) -> Result<(Vec<u32>, bool), Refusal> {
                 let message = format!("`tokens`: id {id} is out of range, the model has {known} ids");
                 return Err(Refusal::new(ErrorCode::InvalidRequest, message));
             }
-            Ok((tokens, false))
+            Ok((tokens, Vec::new(), false))
         }
     }
-}
-
-fn no_images() -> Refusal {
-    Refusal::new(ErrorCode::Unsupported, "this model takes no images")
 }
 
 /// Renders a conversation with the checkpoint's template.
@@ -146,7 +149,7 @@ pub fn render(
 ) -> Result<String, Refusal> {
     let values: Vec<Value> = messages
         .iter()
-        .map(serde_json::to_value)
+        .map(|message| serde_json::to_value(plain(message)))
         .collect::<Result<_, _>>()
         .map_err(|error| Refusal::new(ErrorCode::InvalidRequest, error.to_string()))?;
     let options = RenderOptions { tools, think, add_generation_prompt: true };
@@ -157,6 +160,23 @@ pub fn render(
         };
         Refusal::new(code, error.to_string())
     })
+}
+
+/// The message with content of text parts only as one string, which every template takes; those that take parts put their
+/// texts together just so.
+fn plain(message: &Message) -> Cow<'_, Message> {
+    let Some(Content::Parts(parts)) = &message.content else { return Cow::Borrowed(message) };
+    let texts: Option<String> = parts
+        .iter()
+        .map(|part| match part {
+            Part::Text { text } => Some(text.as_str()),
+            Part::Image { .. } => None,
+        })
+        .collect();
+    match texts {
+        Some(text) => Cow::Owned(Message { content: Some(Content::Text(text)), ..message.clone() }),
+        None => Cow::Borrowed(message),
+    }
 }
 
 /// Answers a `render` request.

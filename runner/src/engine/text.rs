@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use serde_json::Value;
 
+use super::media::PictureRules;
 use crate::model::config::ModelConfig;
 use crate::sample::constraint::ConstraintFactory;
 use crate::sample::GenerationDefaults;
@@ -29,6 +30,8 @@ pub struct TextStack {
     pub context_length: usize,
     /// Rows of the vocabulary projection.
     pub vocab_size: usize,
+    /// How pictures are taken; `None` without a vision tower.
+    pub pictures: Option<PictureRules>,
 }
 
 impl TextStack {
@@ -62,6 +65,7 @@ impl TextStack {
             defaults,
             context_length: config.context_length,
             vocab_size: config.vocab_size,
+            pictures: None,
         })
     }
 }

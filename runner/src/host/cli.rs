@@ -53,6 +53,9 @@ pub struct Args {
     /// Requests that may wait; a further one gets queue_full.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_queue: u32,
+    /// Most pixels of a picture after resizing; 1024 of them take a token.
+    #[arg(long, value_name = "PIXELS", default_value_t = crate::image::DEFAULT_PIXEL_BUDGET as u32, value_parser = clap::value_parser!(u32).range(1024..=16_777_216))]
+    pub image_pixels: u32,
     /// Compute on the processor even where there is a GPU.
     #[arg(long)]
     pub cpu: bool,
@@ -80,6 +83,7 @@ impl Args {
             },
             cache_dir: self.cache_dir.clone().or_else(|| default_directory(|name| std::env::var_os(name))),
             force_cpu: self.cpu,
+            image_pixels: self.image_pixels as usize,
         }
     }
 

@@ -25,6 +25,8 @@ use crate::engine::text::Awaited;
 use crate::engine::{self, Ending};
 use crate::inspect::Circumstances;
 use crate::mlx::Backend;
+use crate::model::checkpoint::Checkpoint;
+use crate::model::fingerprint::fingerprint;
 
 /// What every thread shares.
 #[derive(Debug, Clone)]
@@ -81,7 +83,8 @@ pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
     signals::watch(host.latch.clone())?;
     let recorder = match &args.record {
         Some(path) => {
-            let fingerprint = String::new();
+            // A model that can't be opened is told by the load.
+            let fingerprint = Checkpoint::open(&args.model).map(|c| fingerprint(&c)).unwrap_or_default();
             let header = Header::new(PROGRAM, env!("CARGO_PKG_VERSION"))
                 .with_model(args.model.display().to_string(), fingerprint);
             Some(Arc::new(record::Recorder::create(path, &header)?))

@@ -19,7 +19,10 @@ pub fn decode(bytes: &Array, factors: &Array, [rows, cols]: [i32; 2]) -> Result<
         let lead = &shape[..shape.len() - 2];
         let blocks = [lead, &[out / rows, rows, input / cols, cols]].concat();
         let spread = [lead, &[out / rows, 1, input / cols, 1]].concat();
-        return values.reshape(&blocks)?.multiply(&factors.reshape(&spread)?)?.reshape(&shape);
+        return values
+            .reshape(&blocks)?
+            .multiply(&factors.reshape(&spread)?)?
+            .reshape(&shape);
     }
     let index = |n: i32, block: i32| Array::from_slice(&(0..n).map(|i| i / block).collect::<Vec<_>>(), &[n]);
     let factors = take_axis(&factors, &index(out, rows), -2)?;
@@ -37,7 +40,10 @@ mod tests {
         // 0x38 is one in E4M3, 0xc0 minus two.
         let bytes = Array::from_slice(&[0x38u8, 0x38, 0xc0, 0x38, 0x38, 0x38], &[2, 3]);
         let factors = Array::from_slice(&[3f32, 5.0], &[1, 2]);
-        let got = decode(&bytes, &factors, [2, 2]).unwrap().to_vec_cast::<f32>().unwrap();
+        let got = decode(&bytes, &factors, [2, 2])
+            .unwrap()
+            .to_vec_cast::<f32>()
+            .unwrap();
         assert_eq!(got, [3.0, 3.0, -10.0, 3.0, 3.0, 5.0]);
     }
 
@@ -47,9 +53,15 @@ mod tests {
         let values: Vec<u8> = (0..32).map(|i| i * 7 % 0x78).collect();
         let bytes = Array::from_slice(&values, &[4, 8]);
         let factors = Array::from_slice(&[1f32, 2.0, 3.0, 4.0], &[2, 2]);
-        let whole = decode(&bytes, &factors, [2, 4]).unwrap().to_vec_cast::<f32>().unwrap();
+        let whole = decode(&bytes, &factors, [2, 4])
+            .unwrap()
+            .to_vec_cast::<f32>()
+            .unwrap();
         let ragged = [0u8; 4];
-        let padded: Vec<u8> = values.chunks(8).flat_map(|row| [row, &ragged[..1]].concat()).collect();
+        let padded: Vec<u8> = values
+            .chunks(8)
+            .flat_map(|row| [row, &ragged[..1]].concat())
+            .collect();
         let factors = Array::from_slice(&[1f32, 2.0, 9.0, 3.0, 4.0, 9.0], &[2, 3]);
         let other = decode(&Array::from_slice(&padded, &[4, 9]), &factors, [2, 4]).unwrap();
         let other = other.to_vec_cast::<f32>().unwrap();

@@ -26,7 +26,9 @@ impl Linear {
     /// The product with a stored matrix.
     pub fn new(matrix: Matrix) -> Result<Self> {
         Ok(match matrix {
-            Matrix::Dense(values) => Self::Dense { transposed: values.transpose_axes(&[1, 0])? },
+            Matrix::Dense(values) => Self::Dense {
+                transposed: values.transpose_axes(&[1, 0])?,
+            },
             Matrix::Quantized(codes) => Self::Quantized(codes),
         })
     }
@@ -48,8 +50,13 @@ impl Linear {
             }
             Self::Dense { transposed } => matmul(x, transposed)?,
             Self::Quantized(codes) => {
-                let y =
-                    ops::quantized_matmul(x, &codes.weight, &codes.scales, codes.biases.as_ref(), codes.mode)?;
+                let y = ops::quantized_matmul(
+                    x,
+                    &codes.weight,
+                    &codes.scales,
+                    codes.biases.as_ref(),
+                    codes.mode,
+                )?;
                 match &codes.global_scale {
                     Some(scale) => y.multiply(scale)?,
                     None => y,
@@ -103,7 +110,10 @@ impl Packed {
         let mut widths = Vec::new();
         let mut run: Vec<Matrix> = Vec::new();
         for part in parts {
-            if run.last().is_some_and(|last| !(last.is_like(&part) && last.joins() && part.joins())) {
+            if run
+                .last()
+                .is_some_and(|last| !(last.is_like(&part) && last.joins() && part.joins()))
+            {
                 Self::close(&mut run, &mut products, &mut widths)?;
             }
             run.push(part);
@@ -113,7 +123,11 @@ impl Packed {
     }
 
     fn close(run: &mut Vec<Matrix>, products: &mut Vec<Linear>, widths: &mut Vec<Vec<i32>>) -> Result<()> {
-        widths.push(run.iter().filter_map(|m| m.arrays().first().map(|a| a.dim(0))).collect());
+        widths.push(
+            run.iter()
+                .filter_map(|m| m.arrays().first().map(|a| a.dim(0)))
+                .collect(),
+        );
         let joined = match run.len() {
             1 => run.swap_remove(0),
             _ => Matrix::join(run)?,

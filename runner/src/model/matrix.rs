@@ -29,9 +29,21 @@ impl Codes {
     pub fn decode(&self, dtype: Dtype) -> Result<Array> {
         // The affine modes decode in the type of their scales: float32 results need float32 scales.
         let affine = self.biases.is_some();
-        let cast = |a: &Array| if affine { ops::cast(a, dtype) } else { Ok(a.clone()) };
+        let cast = |a: &Array| {
+            if affine {
+                ops::cast(a, dtype)
+            } else {
+                Ok(a.clone())
+            }
+        };
         let biases = self.biases.as_ref().map(cast).transpose()?;
-        let values = ops::dequantize(&self.weight, &cast(&self.scales)?, biases.as_ref(), self.mode, dtype)?;
+        let values = ops::dequantize(
+            &self.weight,
+            &cast(&self.scales)?,
+            biases.as_ref(),
+            self.mode,
+            dtype,
+        )?;
         match &self.global_scale {
             Some(scale) => {
                 let mut shape = vec![1; values.ndim()];
@@ -75,8 +87,16 @@ impl Codes {
         Ok(Self {
             weight: all(|p| &p.weight)?,
             scales: all(|p| &p.scales)?,
-            biases: if biases.is_empty() { None } else { Some(join(&biases)?) },
-            global_scale: if factors.is_empty() { None } else { Some(concatenate(&factors, 0)?) },
+            biases: if biases.is_empty() {
+                None
+            } else {
+                Some(join(&biases)?)
+            },
+            global_scale: if factors.is_empty() {
+                None
+            } else {
+                Some(concatenate(&factors, 0)?)
+            },
             mode: parts[0].mode,
         })
     }
@@ -136,7 +156,13 @@ impl Matrix {
 
     /// Whether [`Matrix::join`] can take it beside others: a factor of the whole matrix belongs to its own rows only.
     pub fn joins(&self) -> bool {
-        !matches!(self, Self::Quantized(Codes { global_scale: Some(_), .. }))
+        !matches!(
+            self,
+            Self::Quantized(Codes {
+                global_scale: Some(_),
+                ..
+            })
+        )
     }
 
     /// Rows one below the other; the parts are alike and [`Matrix::joins`].

@@ -5,8 +5,10 @@
 pub mod checkpoint;
 pub mod config;
 pub mod error;
+pub mod estimate;
 pub(crate) mod fields;
 mod files;
+pub mod fingerprint;
 mod fp8;
 pub mod head;
 mod header;

@@ -79,7 +79,8 @@ pub fn memory_bytes(checkpoint: &Checkpoint, plan: &Plan, precision: Precision) 
             (ModuleQuant::Fp8Block { .. }, _) => 2 * entries,
             (ModuleQuant::Dense, Precision::Stored) if entries <= WIDEN_UP_TO as u64 => 4 * entries,
             _ => {
-                let parts = ["weight", "scales", "biases"].map(|part| size(&format!("{}.{part}", module.path)));
+                let parts =
+                    ["weight", "scales", "biases"].map(|part| size(&format!("{}.{part}", module.path)));
                 size(&module.path) + parts.iter().sum::<u64>()
             }
         };
@@ -112,7 +113,10 @@ pub struct Weights<'a> {
 
 impl std::fmt::Debug for Weights<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Weights").field("precision", &self.precision).field("done", &self.done).finish_non_exhaustive()
+        f.debug_struct("Weights")
+            .field("precision", &self.precision)
+            .field("done", &self.done)
+            .finish_non_exhaustive()
     }
 }
 
@@ -216,9 +220,15 @@ impl<'a> Weights<'a> {
 
     fn read(&self, path: &str, small: usize) -> Result<Matrix> {
         let suffixed = format!("{path}.weight");
-        let name = if self.checkpoint.has(&suffixed) { suffixed } else { path.to_owned() };
+        let name = if self.checkpoint.has(&suffixed) {
+            suffixed
+        } else {
+            path.to_owned()
+        };
         let quant = self.modules.get(path).copied();
-        let quant = quant.ok_or_else(|| LoadError::MissingTensors { names: vec![name.clone()] })?;
+        let quant = quant.ok_or_else(|| LoadError::MissingTensors {
+            names: vec![name.clone()],
+        })?;
         let matrix = match (quant, self.precision) {
             (ModuleQuant::Dense, Precision::Stored) => {
                 let values = self.stored(&name)?;
@@ -261,7 +271,10 @@ impl<'a> Weights<'a> {
         Ok(Codes {
             weight: self.stored(weight)?,
             scales: self.stored(&format!("{path}.scales"))?,
-            biases: part("biases").filter(|_| affine).map(|name| self.stored(&name)).transpose()?,
+            biases: part("biases")
+                .filter(|_| affine)
+                .map(|name| self.stored(&name))
+                .transpose()?,
             global_scale: part("global_scale").map(factor).transpose()?,
             mode,
         })
@@ -283,7 +296,11 @@ fn mode(quant: ModuleQuant) -> Option<QuantMode> {
         ModuleQuant::Nvfp4 { .. } => c"nvfp4",
         ModuleQuant::Dense | ModuleQuant::Fp8Block { .. } => return None,
     };
-    Some(QuantMode { group_size: i32::try_from(group).ok()?, bits: i32::try_from(bits).ok()?, mode })
+    Some(QuantMode {
+        group_size: i32::try_from(group).ok()?,
+        bits: i32::try_from(bits).ok()?,
+        mode,
+    })
 }
 
 /// The type of a checkpoint's activations: that of its embedding, or of the embedding's scales, or else of the first norm.

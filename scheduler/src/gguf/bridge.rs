@@ -27,14 +27,13 @@ use super::ask::Served;
 use super::drafting::{decide, Drafting, Wish};
 use super::find;
 use super::header::Header;
-use super::http::Hangup;
 use super::launch::{Launch, LaunchError, Running};
+use super::requests::{Busy, Job, Shared};
 use super::work::Work;
 use crate::estimate::weight_files;
 use crate::memory::machine_memory;
 use crate::outbox::{Outbox, Popped};
 use crate::process;
-use crate::supervise::empty_done;
 
 /// How the server is started.
 #[derive(Debug, Clone)]
@@ -61,146 +60,6 @@ const DEFAULT_CONTEXT: u64 = 32_768;
 const WATCH: Duration = Duration::from_millis(20);
 /// Grace of each step of stopping the server.
 const GRACE: Duration = Duration::from_secs(2);
-
-/// A request that has not ended.
-#[derive(Debug)]
-struct Busy {
-    /// Tells it from an earlier request of the same id.
-    serial: u64,
-    cancelled: bool,
-    generate: bool,
-    hangup: Option<Hangup>,
-    arrived: Instant,
-}
-
-/// What the threads of the process share.
-#[derive(Debug)]
-pub(super) struct Shared {
-    outbox: Arc<Outbox>,
-    busy: Mutex<HashMap<String, Busy>>,
-    stopping: AtomicBool,
-    ready: AtomicBool,
-    last_serial: AtomicU64,
-    started: Instant,
-}
-
-/// A `generate` request on its way to the server.
-#[derive(Debug)]
-pub(super) struct Job {
-    pub(super) request: Box<Generate>,
-    pub(super) serial: u64,
-    pub(super) arrived: Instant,
-}
-
-impl Shared {
-    fn busy(&self) -> MutexGuard<'_, HashMap<String, Busy>> {
-        self.busy.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn emit(&self, event: Event) {
-        match serde_json::to_value(&event) {
-            Ok(Value::Object(object)) => self.outbox.push(object),
-            other => tracing::error!(?other, "an event is no JSON object"),
-        }
-    }
-
-    /// Passes on an event of a request, unless that has ended meanwhile.
-    pub(super) fn emit_for(&self, id: &str, serial: u64, event: Event) {
-        let busy = self.busy();
-        if busy.get(id).is_some_and(|busy| busy.serial == serial) {
-            self.emit(event);
-        }
-    }
-
-    /// Ends a request, unless it has ended already.
-    pub(super) fn end(&self, id: &str, serial: u64, event: Event) {
-        let mut busy = self.busy();
-        if busy.get(id).is_some_and(|busy| busy.serial == serial) {
-            busy.remove(id);
-            // Under the lock, so that nothing can use the id again before its final event is out.
-            self.emit(event);
-        }
-    }
-
-    /// Whether the request has not ended.
-    pub(super) fn has(&self, id: &str, serial: u64) -> bool {
-        self.busy().get(id).is_some_and(|busy| busy.serial == serial)
-    }
-
-    /// Whether the request is to end, or has ended, as cancelled.
-    pub(super) fn is_cancelled(&self, id: &str, serial: u64) -> bool {
-        let cancelled = |busy: &Busy| busy.cancelled || busy.serial != serial;
-        self.stopping.load(Ordering::SeqCst) || self.busy().get(id).is_none_or(cancelled)
-    }
-
-    /// Keeps the means to end a request's connection, and uses it at once where the request is cancelled already.
-    pub(super) fn connected(&self, id: &str, serial: u64, hangup: Hangup) {
-        let stopping = self.stopping.load(Ordering::SeqCst);
-        match self.busy().get_mut(id).filter(|busy| busy.serial == serial) {
-            Some(busy) => {
-                if busy.cancelled || stopping {
-                    hangup.hang_up();
-                }
-                busy.hangup = Some(hangup);
-            }
-            None => hangup.hang_up(),
-        }
-    }
-
-    /// Cancels a request: one that the server works on ends when its connection does, any other one at once.
-    fn cancel(&self, cancel: Cancel) {
-        let Cancel { id, target } = cancel;
-        let mut busy = self.busy();
-        let found = busy.get_mut(&target).filter(|busy| busy.generate);
-        let waited = found
-            .as_ref()
-            .map_or(0, |busy| busy.arrived.elapsed().as_nanos() as u64);
-        let (is_found, is_waiting) = (
-            found.is_some(),
-            found.as_ref().is_some_and(|busy| busy.hangup.is_none()),
-        );
-        if let Some(busy) = found {
-            busy.cancelled = true;
-            if let Some(hangup) = &busy.hangup {
-                hangup.hang_up();
-            }
-        }
-        self.emit(Event::Cancelled(Cancelled {
-            id,
-            target: target.clone(),
-            found: is_found,
-        }));
-        if is_waiting {
-            busy.remove(&target);
-            self.emit(Event::Done(Box::new(empty_done(
-                &target,
-                DoneReason::Cancelled,
-                waited,
-            ))));
-        }
-    }
-
-    fn stop(&self) {
-        self.stopping.store(true, Ordering::SeqCst);
-        for busy in self.busy().values() {
-            if let Some(hangup) = &busy.hangup {
-                hangup.hang_up();
-            }
-        }
-    }
-
-    /// Ends as cancelled whatever is still open.
-    fn cancel_all(&self) {
-        for (id, request) in self.busy().drain() {
-            let waited = request.arrived.elapsed().as_nanos() as u64;
-            self.emit(Event::Done(Box::new(empty_done(
-                &id,
-                DoneReason::Cancelled,
-                waited,
-            ))));
-        }
-    }
-}
 
 /// Serves one GGUF file on stdin and stdout; gives the exit status of the protocol.
 pub fn serve(options: &Options) -> io::Result<u8> {

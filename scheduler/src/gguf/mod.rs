@@ -11,6 +11,7 @@ pub mod find;
 pub mod header;
 pub mod http;
 pub mod launch;
+mod requests;
 #[cfg(test)]
 mod synthetic;
 mod work;

@@ -15,9 +15,9 @@ use unicode_normalization::UnicodeNormalization;
 
 use super::answer::Answer;
 use super::ask::{check, completion_body, context_of, template_body, Served};
-use super::bridge::{Job, Shared};
 use super::http::{Response, Server};
 use super::launch::LaunchError;
+use super::requests::{Job, Shared};
 use crate::supervise::empty_done;
 
 /// How long the server may take for a question that needs no generation: it answers between decodes.

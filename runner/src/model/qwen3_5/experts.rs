@@ -52,7 +52,13 @@ impl ExpertStack {
             Self::Dense { transposed } => gather_mm(x, transposed, None, ids, sorted),
             Self::Narrow { transposed } => narrow(x, transposed, ids),
             Self::Quantized(codes) => {
-                let Codes { weight, scales, biases, global_scale, mode } = codes;
+                let Codes {
+                    weight,
+                    scales,
+                    biases,
+                    global_scale,
+                    mode,
+                } = codes;
                 let y = ops::gather_qmm(x, weight, scales, biases.as_ref(), ids, *mode, sorted)?;
                 match global_scale {
                     Some(scale) if scale.size() == 1 => ops::cast(&y.multiply(scale)?, x.dtype()),

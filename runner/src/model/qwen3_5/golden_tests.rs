@@ -14,7 +14,9 @@ use crate::model::weights::{Precision, Weights};
 use crate::model::{Batch, Model};
 
 pub(super) fn fixtures() -> PathBuf {
-    PathBuf::from(option_env!("LOOKAHEAD_FIXTURES").unwrap_or(concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures")))
+    PathBuf::from(
+        option_env!("LOOKAHEAD_FIXTURES").unwrap_or(concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures")),
+    )
 }
 
 pub(super) fn build_as(name: &str, precision: Precision, path: Path) -> Loaded {
@@ -22,7 +24,11 @@ pub(super) fn build_as(name: &str, precision: Precision, path: Path) -> Loaded {
     let checkpoint = Checkpoint::open(&fixtures().join(name)).unwrap();
     let plan = plan(&checkpoint, PlanOptions::default()).unwrap();
     let mut progress = |_| true;
-    load(&Weights::new(&checkpoint, &plan, precision, &mut progress).unwrap(), path).unwrap()
+    load(
+        &Weights::new(&checkpoint, &plan, precision, &mut progress).unwrap(),
+        path,
+    )
+    .unwrap()
 }
 
 fn build(name: &str, path: Path) -> Qwen35 {
@@ -39,7 +45,9 @@ fn logits(model: &Qwen35, prompt: &[i32], chunk: usize) -> Vec<Vec<f32>> {
     let mut out = Vec::new();
     for part in prompt.chunks(chunk) {
         let ids = ids(part);
-        let hidden = model.forward(&Batch::text(&ids, caches.offset()), &mut caches).unwrap();
+        let hidden = model
+            .forward(&Batch::text(&ids, caches.offset()), &mut caches)
+            .unwrap();
         let logits = model.unembed(&hidden).unwrap();
         let width = logits.dim(2) as usize;
         let flat = logits.to_vec_cast::<f32>().unwrap();
@@ -53,7 +61,9 @@ fn greedy(model: &Qwen35, prompt: &[i32], count: usize) -> Vec<i32> {
     let mut next = prompt.to_vec();
     let mut out = Vec::new();
     for _ in 0..count {
-        let hidden = model.forward(&Batch::text(&ids(&next), caches.offset()), &mut caches).unwrap();
+        let hidden = model
+            .forward(&Batch::text(&ids(&next), caches.offset()), &mut caches)
+            .unwrap();
         let rows = hidden.dim(1);
         let last = ops::slice_axis(&hidden, 1, rows - 1, rows).unwrap();
         let best = argmax_axis(model.unembed(&last).unwrap(), -1, None).unwrap();
@@ -70,12 +80,24 @@ fn trained() -> Value {
 }
 
 pub(super) fn ints(value: &Value) -> Vec<i32> {
-    value.as_array().unwrap().iter().map(|v| v.as_i64().unwrap() as i32).collect()
+    value
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v.as_i64().unwrap() as i32)
+        .collect()
 }
 
 fn prompts(golden: &Value) -> Vec<&Value> {
     let prompts = golden["prompts"].as_array().map(|a| a.iter().collect::<Vec<_>>());
-    prompts.unwrap_or_else(|| golden.as_object().unwrap().values().filter(|v| v.get("greedy").is_some()).collect())
+    prompts.unwrap_or_else(|| {
+        golden
+            .as_object()
+            .unwrap()
+            .values()
+            .filter(|v| v.get("greedy").is_some())
+            .collect()
+    })
 }
 
 #[test]
@@ -91,9 +113,17 @@ fn trained_model_gives_the_golden_logits_and_greedy_tokens_on_every_path() {
             for pair in prompt["top5_last"].as_array().unwrap() {
                 let (id, want) = (pair[0].as_u64().unwrap() as usize, pair[1].as_f64().unwrap());
                 let got = f64::from(last[id]);
-                assert!((got - want).abs() < 1e-3, "{path:?}: logit {id} is {got}, golden {want}");
+                assert!(
+                    (got - want).abs() < 1e-3,
+                    "{path:?}: logit {id} is {got}, golden {want}"
+                );
             }
-            assert_eq!(greedy(&model, &ids, 48), ints(&prompt["greedy"]), "{path:?}: {}", prompt["text"]);
+            assert_eq!(
+                greedy(&model, &ids, 48),
+                ints(&prompt["greedy"]),
+                "{path:?}: {}",
+                prompt["text"]
+            );
         }
     }
 }
@@ -103,7 +133,11 @@ fn every_chunk_size_agrees_with_one_shot() {
     let golden = trained();
     for path in [Path::Cpu, Path::Graph] {
         let model = build("models/tiny-qwen3.5-mtp", path);
-        let longest = prompts(&golden).into_iter().map(|p| ints(&p["ids"])).max_by_key(Vec::len).unwrap();
+        let longest = prompts(&golden)
+            .into_iter()
+            .map(|p| ints(&p["ids"]))
+            .max_by_key(Vec::len)
+            .unwrap();
         let ids = &longest[..150.min(longest.len())];
         let whole = logits(&model, ids, 2048);
         for chunk in [1, 7, 64] {
@@ -138,11 +172,17 @@ fn rolling_back_kept_rows_equals_never_having_run_them() {
             all.extend(&prompt[..keep as usize]);
             for id in all {
                 let one = ids(&[id]);
-                model.forward(&Batch::text(&one, straight.offset()), &mut straight).unwrap();
+                model
+                    .forward(&Batch::text(&one, straight.offset()), &mut straight)
+                    .unwrap();
             }
             let next = ids(&[prompt[5]]);
-            let a = model.forward(&Batch::text(&next, start + keep), &mut caches).unwrap();
-            let b = model.forward(&Batch::text(&next, start + keep), &mut straight).unwrap();
+            let a = model
+                .forward(&Batch::text(&next, start + keep), &mut caches)
+                .unwrap();
+            let b = model
+                .forward(&Batch::text(&next, start + keep), &mut straight)
+                .unwrap();
             let (a, b) = (a.to_vec_cast::<f32>().unwrap(), b.to_vec_cast::<f32>().unwrap());
             let worst = a.iter().zip(&b).map(|(x, y)| (x - y).abs()).fold(0f32, f32::max);
             assert!(worst < 1e-4, "{path:?}: keeping {keep} rows differs by {worst}");
@@ -163,7 +203,10 @@ fn scheduled_slots_capture_the_state_that_a_prefix_of_that_length_has() {
         let whole = ids(&prompt);
         model.forward(&Batch::text(&whole, 0), &mut caches).unwrap();
         let snapshots = caches.take_snapshots().unwrap();
-        assert_eq!(snapshots.iter().map(|s| s.offset).collect::<Vec<_>>(), [5, 64, 99]);
+        assert_eq!(
+            snapshots.iter().map(|s| s.offset).collect::<Vec<_>>(),
+            [5, 64, 99]
+        );
         for snapshot in snapshots {
             let mut straight = model.new_caches();
             let part = ids(&prompt[..snapshot.offset as usize]);
@@ -173,7 +216,11 @@ fn scheduled_slots_capture_the_state_that_a_prefix_of_that_length_has() {
                 for (a, b) in [(&a.conv, &b.conv), (&a.state, &b.state)] {
                     let (a, b) = (a.to_vec_cast::<f32>().unwrap(), b.to_vec_cast::<f32>().unwrap());
                     let worst = a.iter().zip(&b).map(|(x, y)| (x - y).abs()).fold(0f32, f32::max);
-                    assert!(worst < 1e-4, "{path:?}: slot {} differs by {worst}", snapshot.offset);
+                    assert!(
+                        worst < 1e-4,
+                        "{path:?}: slot {} differs by {worst}",
+                        snapshot.offset
+                    );
                 }
             }
         }

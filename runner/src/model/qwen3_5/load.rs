@@ -39,13 +39,21 @@ pub struct Loaded {
 /// The device fails, or loading was interrupted.
 pub fn load(weights: &Weights<'_>, path: Path) -> Result<Loaded> {
     let (config, plan) = (weights.checkpoint().config(), weights.plan());
-    let builder = Builder { weights, config, path };
+    let builder = Builder {
+        weights,
+        config,
+        path,
+    };
     let embed = weights.linear("embed_tokens")?;
     let lm_head = match plan.tied {
         true => None,
         false => Some(weights.linear("lm_head")?),
     };
-    let vocabulary = Rc::new(Vocabulary { embed, lm_head, dtype: weights.activations() });
+    let vocabulary = Rc::new(Vocabulary {
+        embed,
+        lm_head,
+        dtype: weights.activations(),
+    });
     let shift = plan.convention.shift();
     let mut layers = Vec::with_capacity(config.layers.len());
     for (index, (kind, sparse)) in config.layers.iter().zip(&config.sparse).enumerate() {
@@ -53,12 +61,23 @@ pub fn load(weights: &Weights<'_>, path: Path) -> Result<Loaded> {
     }
     let norm = builder.norm("norm", shift)?;
     let rope = builder.rope();
-    let head = plan.head.convention().map(|own| builder.head(&vocabulary, own.shift())).transpose()?;
+    let head = plan
+        .head
+        .convention()
+        .map(|own| builder.head(&vocabulary, own.shift()))
+        .transpose()?;
     let tower = match &plan.vision {
         VisionStatus::Active(vision) => Some(builder.tower(vision)?),
         VisionStatus::Absent { .. } => None,
     };
-    let model = Qwen35 { vocabulary, layers, norm, rope, head, tower };
+    let model = Qwen35 {
+        vocabulary,
+        layers,
+        norm,
+        rope,
+        head,
+        tower,
+    };
     let arrays = model.arrays();
     eval(arrays.iter().copied())?;
     let bytes = arrays.iter().map(|a| a.nbytes() as u64).sum();
@@ -94,7 +113,10 @@ impl Builder<'_, '_> {
     }
 
     fn packed(&self, paths: &[String]) -> Result<Packed> {
-        let parts = paths.iter().map(|path| self.weights.matrix(path)).collect::<Result<Vec<_>>>()?;
+        let parts = paths
+            .iter()
+            .map(|path| self.weights.matrix(path))
+            .collect::<Result<Vec<_>>>()?;
         Ok(Packed::new(parts)?)
     }
 
@@ -135,7 +157,10 @@ impl Builder<'_, '_> {
             taps: delta.conv_kernel as i32,
         };
         // Both layouts ([C, 1, taps] and [C, taps, 1]) hold the taps of a channel side by side.
-        let conv = self.weights.f32(&format!("{path}.conv1d.weight"))?.reshape(&[shape.channels(), shape.taps])?;
+        let conv = self
+            .weights
+            .f32(&format!("{path}.conv1d.weight"))?
+            .reshape(&[shape.channels(), shape.taps])?;
         let decay = negative(exp(self.weights.f32(&format!("{path}.A_log"))?)?)?;
         Ok(DeltaLayer {
             input: self.delta_input(path)?,
@@ -174,7 +199,10 @@ impl Builder<'_, '_> {
     /// The matrix whose row i is row `rows[i]` of the stored one.
     fn reordered(&self, path: &str, rows: &[usize]) -> Result<Matrix> {
         let rows: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
-        let picked = self.weights.matrix(path)?.pick(&Array::from_slice(&rows, &[rows.len() as i32]))?;
+        let picked = self
+            .weights
+            .matrix(path)?
+            .pick(&Array::from_slice(&rows, &[rows.len() as i32]))?;
         eval(picked.arrays())?;
         Ok(picked)
     }

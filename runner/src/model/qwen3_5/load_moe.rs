@@ -28,10 +28,12 @@ impl Builder<'_, '_> {
     }
 
     fn experts(&self, path: &str, moe: &MoeConfig) -> Result<Experts> {
-        let spelling = layout::experts(self.weights.checkpoint(), path).ok_or_else(|| {
-            LoadError::MissingTensors { names: vec![format!("{path}.experts.gate_up_proj")] }
-        })?;
-        let stack = |matrix: Matrix| Ok::<_, crate::model::weights::ModelError>(ExpertStack::new(matrix, self.path)?);
+        let spelling =
+            layout::experts(self.weights.checkpoint(), path).ok_or_else(|| LoadError::MissingTensors {
+                names: vec![format!("{path}.experts.gate_up_proj")],
+            })?;
+        let stack =
+            |matrix: Matrix| Ok::<_, crate::model::weights::ModelError>(ExpertStack::new(matrix, self.path)?);
         let (gate_up, down) = match spelling {
             Spelling::Fused => {
                 let both = self.weights.stack(&format!("{path}.experts.gate_up_proj"))?;
@@ -40,14 +42,24 @@ impl Builder<'_, '_> {
             }
             Spelling::Stacked => {
                 let part = |name: &str| self.weights.stack(&format!("{path}.switch_mlp.{name}"));
-                (self.gate_up(part("gate_proj")?, part("up_proj")?)?, part("down_proj")?)
+                (
+                    self.gate_up(part("gate_proj")?, part("up_proj")?)?,
+                    part("down_proj")?,
+                )
             }
             Spelling::Each => {
                 let all = |name: &str| self.stacked(path, name, moe.experts);
-                (self.gate_up(all("gate_proj")?, all("up_proj")?)?, all("down_proj")?)
+                (
+                    self.gate_up(all("gate_proj")?, all("up_proj")?)?,
+                    all("down_proj")?,
+                )
             }
         };
-        Ok(Experts { gate_up, down: stack(down)?, path: self.path })
+        Ok(Experts {
+            gate_up,
+            down: stack(down)?,
+            path: self.path,
+        })
     }
 
     fn gate_up(&self, gate: Matrix, up: Matrix) -> Result<GateUp> {

@@ -34,7 +34,11 @@ impl Builder<'_, '_> {
         let path = "visual.patch_embed.proj";
         let stored = self.weights.plain(&format!("{path}.weight"))?;
         let channels_last = stored.dim(1) != config.in_channels as i32;
-        let ordered = if channels_last { stored.transpose_axes(&[0, 4, 1, 2, 3])? } else { stored };
+        let ordered = if channels_last {
+            stored.transpose_axes(&[0, 4, 1, 2, 3])?
+        } else {
+            stored
+        };
         let flat = ordered.reshape(&[config.hidden_size as i32, config.patch_values() as i32])?;
         eval([&flat])?;
         Ok(Affine {
@@ -55,7 +59,10 @@ impl Builder<'_, '_> {
     }
 
     fn affine(&self, path: &str) -> Result<Affine> {
-        Ok(Affine { linear: self.weights.linear(path)?, bias: self.weights.plain(&format!("{path}.bias"))? })
+        Ok(Affine {
+            linear: self.weights.linear(path)?,
+            bias: self.weights.plain(&format!("{path}.bias"))?,
+        })
     }
 
     fn layer_norm(&self, path: &str) -> Result<LayerNorm> {

@@ -45,7 +45,11 @@ impl MropePositions {
     /// Positions of slots `from..to`, those behind the prompt included.
     pub fn range(&self, from: usize, to: usize) -> [Vec<i32>; 3] {
         let later = |slot: usize| slot as i32 + self.delta;
-        let at = |axis: &Vec<i32>| (from..to).map(|slot| axis.get(slot).copied().unwrap_or(later(slot))).collect();
+        let at = |axis: &Vec<i32>| {
+            (from..to)
+                .map(|slot| axis.get(slot).copied().unwrap_or(later(slot)))
+                .collect()
+        };
         [at(&self.axes[0]), at(&self.axes[1]), at(&self.axes[2])]
     }
 }
@@ -72,7 +76,10 @@ pub fn mrope_positions(length: usize, images: &[ImageSpan]) -> MropePositions {
         next += image.rows.max(image.cols) as i32;
     }
     text(&mut axes, &mut next, length);
-    MropePositions { axes, delta: next - length as i32 }
+    MropePositions {
+        axes,
+        delta: next - length as i32,
+    }
 }
 
 #[cfg(test)]
@@ -88,7 +95,14 @@ mod tests {
 
     #[test]
     fn a_picture_moves_the_text_behind_it_by_its_longer_side() {
-        let found = mrope_positions(9, &[ImageSpan { slot: 1, rows: 2, cols: 3 }]);
+        let found = mrope_positions(
+            9,
+            &[ImageSpan {
+                slot: 1,
+                rows: 2,
+                cols: 3,
+            }],
+        );
         assert_eq!(found.axes[0], [0, 1, 1, 1, 1, 1, 1, 4, 5]);
         assert_eq!(found.axes[1], [0, 1, 1, 1, 2, 2, 2, 4, 5]);
         assert_eq!(found.axes[2], [0, 1, 2, 3, 1, 2, 3, 4, 5]);

@@ -36,8 +36,14 @@ impl Golden {
     pub(super) fn worst(&self, got: &Array, name: &str) -> f32 {
         let want = self.get(name);
         assert_eq!(got.size(), want.size(), "{}: {name}", self.what);
-        let (got, want) = (got.to_vec_cast::<f32>().unwrap(), want.to_vec_cast::<f32>().unwrap());
-        got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0f32, |a, b| if b.is_nan() { b } else { a.max(b) })
+        let (got, want) = (
+            got.to_vec_cast::<f32>().unwrap(),
+            want.to_vec_cast::<f32>().unwrap(),
+        );
+        got.iter()
+            .zip(&want)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0f32, |a, b| if b.is_nan() { b } else { a.max(b) })
     }
 
     pub(super) fn check(&self, got: &Array, name: &str) {
@@ -47,7 +53,12 @@ impl Golden {
 }
 
 /// Logits of the head chained on itself from `carried`, [4, V]; `at` is the rotary position of the next slot.
-pub(super) fn chain(model: &Qwen35, carried: Array, at: i32, draft: &mut crate::cache::Caches) -> (Array, Array) {
+pub(super) fn chain(
+    model: &Qwen35,
+    carried: Array,
+    at: i32,
+    draft: &mut crate::cache::Caches,
+) -> (Array, Array) {
     let (head, caches) = (model.self_draft().unwrap(), model.new_caches());
     let (mut carried, mut states, mut logits) = (carried, Vec::new(), Vec::new());
     for step in 0..4 {
@@ -57,7 +68,10 @@ pub(super) fn chain(model: &Qwen35, carried: Array, at: i32, draft: &mut crate::
         logits.push(scored);
         if step < 3 {
             let token = ids(&[token]);
-            let batch = Batch { conditioning: Some(&carried), ..Batch::text(&token, at + step) };
+            let batch = Batch {
+                conditioning: Some(&carried),
+                ..Batch::text(&token, at + step)
+            };
             carried = head.forward(&batch, &caches, draft).unwrap();
         }
     }
@@ -80,7 +94,10 @@ fn check_model(name: &str, model: &Qwen35, golden: &Golden) {
         let first = info["mtp"]["first_token"].as_i64().unwrap() as i32;
         let ahead = ids(&[&list[1..], &[first]].concat());
         let mut draft = head.new_caches();
-        let batch = Batch { conditioning: Some(&hidden), ..Batch::text(&ahead, 0) };
+        let batch = Batch {
+            conditioning: Some(&hidden),
+            ..Batch::text(&ahead, 0)
+        };
         let out = head.forward(&batch, &caches, &mut draft).unwrap();
         golden.check(&pick(&out), &named("mtp.prefill_hidden"));
         let n = list.len() as i32;
@@ -141,18 +158,33 @@ fn loading_peaks_at_little_more_than_the_weights() {
     let loaded = build_as("models/tiny-qwen3.5-mtp", Precision::Widen, Path::Cpu);
     let peak = memory::usage().peak - before;
     println!("weights {} bytes, peak while loading {peak} bytes", loaded.bytes);
-    assert!(peak as f64 <= loaded.bytes as f64 * 1.15, "{peak} bytes at the peak for {}", loaded.bytes);
+    assert!(
+        peak as f64 <= loaded.bytes as f64 * 1.15,
+        "{peak} bytes at the peak for {}",
+        loaded.bytes
+    );
 }
 
 #[test]
 fn the_size_named_before_loading_is_the_size_after() {
-    for name in ["dense-tied", "affine-mixed", "fp8", "moe-nvfp4-global", "moe-fused-head-each", "next-affine-4-64", "vision"] {
+    for name in [
+        "dense-tied",
+        "affine-mixed",
+        "fp8",
+        "moe-nvfp4-global",
+        "moe-fused-head-each",
+        "next-affine-4-64",
+        "vision",
+    ] {
         let checkpoint = Checkpoint::open(&fixtures().join("tiny").join(name)).unwrap();
         let plan = plan(&checkpoint, PlanOptions::default()).unwrap();
         for precision in [Precision::Widen, Precision::Stored] {
             let named = memory_bytes(&checkpoint, &plan, precision) as f64;
             let held = build_as(&format!("tiny/{name}"), precision, Path::Cpu).bytes as f64;
-            assert!((named / held - 1.0).abs() < 0.05, "{name} {precision:?}: {named} named, {held} held");
+            assert!(
+                (named / held - 1.0).abs() < 0.05,
+                "{name} {precision:?}: {named} named, {held} held"
+            );
         }
     }
 }

@@ -112,7 +112,10 @@ impl VisionTower {
         let order = merge_order(grid_rows, grid_cols, merge);
         let x = Array::from_slice(values, &[rows as i32, width as i32]);
         let x = self.patch.forward(&ops::cast(&x, self.dtype)?)?;
-        let mut x = x.add(&ops::cast(&self.interpolated(&order, grid_rows, grid_cols)?, self.dtype)?)?;
+        let mut x = x.add(&ops::cast(
+            &self.interpolated(&order, grid_rows, grid_cols)?,
+            self.dtype,
+        )?)?;
         let table = self.rotation(&order);
         for block in &self.blocks {
             let mixed = self.attention(block, &block.norm1.forward(&x)?, &table)?;
@@ -122,7 +125,10 @@ impl VisionTower {
         }
         let merged = merge * merge;
         let wide = (self.config.hidden_size * merged) as i32;
-        let x = self.merge_norm.forward(&x)?.reshape(&[(rows / merged) as i32, wide])?;
+        let x = self
+            .merge_norm
+            .forward(&x)?
+            .reshape(&[(rows / merged) as i32, wide])?;
         self.fc2.forward(&gelu_erf(&self.fc1.forward(&x)?)?)
     }
 
@@ -180,7 +186,9 @@ impl VisionTower {
             outputs.push(scaled_dot_product_attention(&q, &k, &v, scale, None, None)?);
             from = to;
         }
-        let o = concatenate(&outputs, 2)?.transpose_axes(&[0, 2, 1, 3])?.reshape(&[rows, width])?;
+        let o = concatenate(&outputs, 2)?
+            .transpose_axes(&[0, 2, 1, 3])?
+            .reshape(&[rows, width])?;
         block.proj.forward(&o)
     }
 
@@ -256,13 +264,15 @@ fn gelu_tanh(x: &Array) -> Result<Array> {
     let cubic = x.multiply(x)?.multiply(x)?.multiply(&constant(x, 0.044_715)?)?;
     let root = (2.0 / std::f32::consts::PI).sqrt();
     let inner = tanh(&x.add(&cubic)?.multiply(&constant(x, root)?)?)?;
-    x.multiply(&constant(x, 0.5)?)?.multiply(&inner.add(&constant(x, 1.0)?)?)
+    x.multiply(&constant(x, 0.5)?)?
+        .multiply(&inner.add(&constant(x, 1.0)?)?)
 }
 
 /// `x / 2 * (1 + erf(x / sqrt(2)))`.
 fn gelu_erf(x: &Array) -> Result<Array> {
     let inner = erf(&x.multiply(&constant(x, std::f32::consts::FRAC_1_SQRT_2)?)?)?;
-    x.multiply(&constant(x, 0.5)?)?.multiply(&inner.add(&constant(x, 1.0)?)?)
+    x.multiply(&constant(x, 0.5)?)?
+        .multiply(&inner.add(&constant(x, 1.0)?)?)
 }
 
 #[cfg(test)]

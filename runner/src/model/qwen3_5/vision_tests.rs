@@ -11,11 +11,13 @@ use super::tiny_tests::Golden;
 use super::Qwen35;
 use crate::mlx::{ops, Path};
 use crate::model::weights::Precision;
-use crate::model::{Batch, DraftModel as _, MediaSpan, Model, Positions};
+use crate::model::{Batch, MediaSpan, Model, Positions};
 
 /// Patch rows of a picture at its final size, and its grid.
 fn rows(name: &str) -> (Vec<f32>, usize, usize) {
-    let picture = ::image::open(fixtures().join("golden").join(name)).unwrap().to_rgb8();
+    let picture = ::image::open(fixtures().join("golden").join(name))
+        .unwrap()
+        .to_rgb8();
     let (gh, gw) = (picture.height() as usize / 16, picture.width() as usize / 16);
     let mut out = Vec::new();
     for block in 0..gh * gw / 4 {
@@ -45,7 +47,10 @@ fn each(check: impl Fn(&Qwen35, &Golden)) {
     for name in ["vision", "vision-mlx"] {
         for path in [Path::Cpu, Path::Graph] {
             let golden = Golden::read(name, format!("{name} {path:?}"));
-            check(&build_as(&format!("tiny/{name}"), Precision::Widen, path).model, &golden);
+            check(
+                &build_as(&format!("tiny/{name}"), Precision::Widen, path).model,
+                &golden,
+            );
         }
     }
 }
@@ -54,7 +59,10 @@ fn each(check: impl Fn(&Qwen35, &Golden)) {
 fn the_tower_gives_the_golden_features_in_both_layouts() {
     each(|model, golden| {
         for name in ["a", "b"] {
-            golden.check(&features(model, &format!("{name}.png")), &format!("v.{name}.features"));
+            golden.check(
+                &features(model, &format!("{name}.png")),
+                &format!("v.{name}.features"),
+            );
         }
     });
 }
@@ -77,11 +85,19 @@ fn pictures_reach_trunk_and_head_at_their_positions() {
         for case in cases {
             let name = case["name"].as_str().unwrap();
             let list = ints(&case["ids"]);
-            let pictures: Vec<String> =
-                case["images"].as_array().unwrap().iter().map(|v| v.as_str().unwrap().to_owned()).collect();
+            let pictures: Vec<String> = case["images"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|v| v.as_str().unwrap().to_owned())
+                .collect();
             let features: Vec<Array> = pictures
                 .iter()
-                .map(|p| seen.entry(p.clone()).or_insert_with(|| features(model, p)).clone())
+                .map(|p| {
+                    seen.entry(p.clone())
+                        .or_insert_with(|| features(model, p))
+                        .clone()
+                })
                 .collect();
             let mut spans = Vec::new();
             let mut at = 0;
@@ -95,7 +111,10 @@ fn pictures_reach_trunk_and_head_at_their_positions() {
             let positions = mrope_positions(list.len(), &spans);
             assert_eq!(i64::from(positions.delta), case["delta"].as_i64().unwrap());
             let flat: Vec<i32> = positions.axes.iter().flatten().copied().collect();
-            assert_eq!(flat, golden.get(&format!("{name}.pos")).to_vec_cast::<i32>().unwrap());
+            assert_eq!(
+                flat,
+                golden.get(&format!("{name}.pos")).to_vec_cast::<i32>().unwrap()
+            );
 
             let mut caches = model.new_caches();
             let tokens = ids(&list);
@@ -134,7 +153,9 @@ fn pictures_reach_trunk_and_head_at_their_positions() {
                 let batch = ids(&[next]);
                 let start = caches.offset() + positions.delta;
                 let hidden = model.forward(&Batch::text(&batch, start), &mut caches).unwrap();
-                next = argmax_axis(model.unembed(&hidden).unwrap(), -1, None).unwrap().item_cast::<i32>();
+                next = argmax_axis(model.unembed(&hidden).unwrap(), -1, None)
+                    .unwrap()
+                    .item_cast::<i32>();
                 greedy.push(next);
             }
             assert_eq!(greedy, ints(&case["greedy"]), "{name}");
