@@ -74,10 +74,14 @@ pub fn memory_bytes(checkpoint: &Checkpoint, plan: &Plan, precision: Precision) 
     for module in &plan.modules {
         let entries = module.shape.iter().map(|&n| n as u64).product::<u64>();
         plain -= entries.min(plain);
+        // As [`Weights::stack`] reads them.
+        let in_stack = [".experts.", ".switch_mlp."]
+            .iter()
+            .any(|part| module.path.contains(part));
         bytes += match (module.quant, precision) {
             (_, Precision::Widen) => 4 * entries,
             (ModuleQuant::Fp8Block { .. }, _) => 2 * entries,
-            (ModuleQuant::Dense, Precision::Stored) if entries <= WIDEN_UP_TO as u64 => 4 * entries,
+            (ModuleQuant::Dense, Precision::Stored) if entries <= WIDEN_UP_TO as u64 && !in_stack => 4 * entries,
             _ => {
                 let parts =
                     ["weight", "scales", "biases"].map(|part| size(&format!("{}.{part}", module.path)));

@@ -146,7 +146,7 @@ tiny! {
     affine_codes_are_multiplied_as_stored: Stored of "affine-3-64", "affine-4-64", "affine-8-32";
     microscaled_codes_are_multiplied_as_stored: Stored of "mxfp4", "mxfp8", "nvfp4";
     quantised_experts_are_gathered_as_stored: Stored of "moe-affine-4-64", "moe-mxfp4", "moe-nvfp4-global";
-    half_precision_experts_are_widened_as_they_are_chosen: Stored of "moe-fused", "moe-switch-head-each", "moe-fp8";
+    half_precision_experts_are_widened_as_they_are_chosen: Stored of "moe-fused", "moe-switch-head-each";
     interleaved_projections_are_split_in_codes: Stored of "next-affine-4-64";
 }
 
