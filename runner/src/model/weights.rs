@@ -81,7 +81,9 @@ pub fn memory_bytes(checkpoint: &Checkpoint, plan: &Plan, precision: Precision) 
         bytes += match (module.quant, precision) {
             (_, Precision::Widen) => 4 * entries,
             (ModuleQuant::Fp8Block { .. }, _) => 2 * entries,
-            (ModuleQuant::Dense, Precision::Stored) if entries <= WIDEN_UP_TO as u64 && !in_stack => 4 * entries,
+            (ModuleQuant::Dense, Precision::Stored) if entries <= WIDEN_UP_TO as u64 && !in_stack => {
+                4 * entries
+            }
             _ => {
                 let parts =
                     ["weight", "scales", "biases"].map(|part| size(&format!("{}.{part}", module.path)));
