@@ -53,7 +53,10 @@ impl KvCache {
         let end = self.offset + rows;
         let stop = [shape[0], shape[1], end, shape[3]];
         let (k, v) = self.append_in_place(rows, [shape[0], shape[1], shape[3]], keys.dtype(), |k, v| {
-            Ok((ops::slice_update(k, keys, &start, &stop)?, ops::slice_update(v, values, &start, &stop)?))
+            Ok((
+                ops::slice_update(k, keys, &start, &stop)?,
+                ops::slice_update(v, values, &start, &stop)?,
+            ))
         })?;
         Ok((ops::slice_axis(&k, 2, 0, end)?, ops::slice_axis(&v, 2, 0, end)?))
     }
@@ -100,7 +103,9 @@ impl KvCache {
                 keys: ops::compact(&ops::slice_axis(k, 2, from, to)?)?,
                 values: ops::compact(&ops::slice_axis(v, 2, from, to)?)?,
             }),
-            None => Err(mlx_rs::error::Exception::custom("segment of an empty key-value cache")),
+            None => Err(mlx_rs::error::Exception::custom(
+                "segment of an empty key-value cache",
+            )),
         }
     }
 

@@ -69,7 +69,10 @@ impl Caches {
 
     /// Layers with keys and values.
     pub fn kv_layers(&self) -> usize {
-        self.layers.iter().filter(|layer| matches!(layer, LayerCache::Kv(_))).count()
+        self.layers
+            .iter()
+            .filter(|layer| matches!(layer, LayerCache::Kv(_)))
+            .count()
     }
 
     /// Called by a model at the end of a forward of `rows` tokens.
@@ -91,7 +94,10 @@ impl Caches {
         for (index, layer) in self.recurrent_mut().enumerate() {
             for (at, (offset, state)) in layer.take_captured().into_iter().enumerate() {
                 if index == 0 {
-                    out.push(Snapshot { offset, states: Vec::new() });
+                    out.push(Snapshot {
+                        offset,
+                        states: Vec::new(),
+                    });
                 }
                 match out.get_mut(at) {
                     Some(snapshot) if snapshot.offset == offset => snapshot.states.push(state),
@@ -113,7 +119,10 @@ impl Caches {
                 }
             }
         }
-        Ok(Some(Snapshot { offset: self.offset, states }))
+        Ok(Some(Snapshot {
+            offset: self.offset,
+            states,
+        }))
     }
 
     /// Whether the next forward keeps the state after every row, so that [`Caches::rollback`] can undo any of them.
@@ -139,7 +148,10 @@ impl Caches {
             LayerCache::Recurrent(recurrent) => recurrent.live().cloned(),
             LayerCache::Kv(_) => None,
         });
-        Mark { offset: self.offset, states: states.collect() }
+        Mark {
+            offset: self.offset,
+            states: states.collect(),
+        }
     }
 
     /// Returns to an earlier state of the same sequence.
@@ -168,14 +180,20 @@ impl Caches {
     }
 
     /// Loads a sequence of `offset` tokens: KV by layer in `kv`, recurrent state from `snapshot`.
-    pub fn restore(&mut self, offset: i32, kv: Vec<Vec<KvSegment>>, snapshot: Option<&Snapshot>) -> Result<()> {
+    pub fn restore(
+        &mut self,
+        offset: i32,
+        kv: Vec<Vec<KvSegment>>,
+        snapshot: Option<&Snapshot>,
+    ) -> Result<()> {
         let mut kv = kv.into_iter();
         let mut states = snapshot.map(|s| s.states.iter());
         for layer in &mut self.layers {
             match layer {
                 LayerCache::Kv(cache) => {
-                    let segments =
-                        kv.next().ok_or_else(|| Exception::custom("fewer key-value layers than the model has"))?;
+                    let segments = kv
+                        .next()
+                        .ok_or_else(|| Exception::custom("fewer key-value layers than the model has"))?;
                     cache.load(&segments, offset)?;
                 }
                 LayerCache::Recurrent(cache) => cache.load(states.as_mut().and_then(Iterator::next)),

@@ -25,7 +25,10 @@ impl RecurrentState {
 
     /// Copies that own their bytes.
     pub fn compact(&self) -> Result<Self> {
-        Ok(Self { conv: ops::compact(&self.conv)?, state: ops::compact(&self.state)? })
+        Ok(Self {
+            conv: ops::compact(&self.conv)?,
+            state: ops::compact(&self.state)?,
+        })
     }
 }
 
@@ -42,10 +45,12 @@ impl StateRows {
     /// The state after `row + 1` rows.
     fn at(&self, row: i32) -> Result<RecurrentState> {
         let shape = self.states.shape();
-        let state = ops::slice_axis(&self.states, 1, row, row + 1)?.reshape(&[
-            shape[0], shape[2], shape[3], shape[4],
-        ])?;
-        Ok(RecurrentState { conv: ops::slice_axis(&self.mix, 1, row + 1, row + 4)?, state })
+        let state = ops::slice_axis(&self.states, 1, row, row + 1)?
+            .reshape(&[shape[0], shape[2], shape[3], shape[4]])?;
+        Ok(RecurrentState {
+            conv: ops::slice_axis(&self.mix, 1, row + 1, row + 4)?,
+            state,
+        })
     }
 }
 
@@ -72,7 +77,11 @@ impl RecurrentCache {
 
     /// Scheduled slots in `(from, to]`, ascending: where a forward over `from..to` must be segmented.
     pub fn cuts(&self, from: i32, to: i32) -> Vec<i32> {
-        self.schedule.iter().copied().filter(|&at| at > from && at <= to).collect()
+        self.schedule
+            .iter()
+            .copied()
+            .filter(|&at| at > from && at <= to)
+            .collect()
     }
 
     /// Sets the state after a forward.
@@ -134,7 +143,10 @@ impl RecurrentCache {
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        let rows = self.rows.as_ref().map_or(0, |r| r.mix.nbytes() + r.states.nbytes()) as u64;
+        let rows = self
+            .rows
+            .as_ref()
+            .map_or(0, |r| r.mix.nbytes() + r.states.nbytes()) as u64;
         let kept = self.captured.iter().map(|(_, s)| s.bytes()).sum::<u64>();
         self.live.as_ref().map_or(0, RecurrentState::bytes) + rows + kept
     }

@@ -45,7 +45,11 @@ impl Emitter {
     pub fn new(job: &Job, text: &TextStack) -> Self {
         Self {
             id: job.id.clone(),
-            stream: TextStream::new(Arc::clone(&text.tokenizer), Arc::clone(&job.stops), Arc::clone(&text.eos)),
+            stream: TextStream::new(
+                Arc::clone(&text.tokenizer),
+                Arc::clone(&job.stops),
+                Arc::clone(&text.eos),
+            ),
             eos: Arc::clone(&text.eos),
             ignore_eos: job.options.ignore_eos,
             budget: job.budget,
@@ -95,10 +99,19 @@ impl Emitter {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         let top = scores.top.iter().map(|rival| {
             let bytes = bytes(rival.token);
-            TopLogprob { token: text(&bytes), bytes, logprob: rival.logprob }
+            TopLogprob {
+                token: text(&bytes),
+                bytes,
+                logprob: rival.logprob,
+            }
         });
         let own = bytes(scores.chosen.token);
-        TokenLogprob { token: text(&own), bytes: own, logprob: scores.chosen.logprob, top: top.collect() }
+        TokenLogprob {
+            token: text(&own),
+            bytes: own,
+            logprob: scores.chosen.logprob,
+            top: top.collect(),
+        }
     }
 
     fn keep(&mut self, push: Push<Option<TokenLogprob>>) -> Option<String> {

@@ -26,8 +26,8 @@ use crate::model::{Batch, Model as _};
 use crate::prefix::plan::{Capture, PointKind, Role, Turn};
 use crate::sample::constraint::Constraint;
 use crate::sample::{Sampler, Vocabulary};
-use crate::text::Specials;
 use crate::speculate::depth::{Context, Mode, Plan, Policy, RoundSample};
+use crate::text::Specials;
 
 /// What a finished request leaves to tell.
 struct Outcome {
@@ -56,7 +56,10 @@ struct Attempt {
 impl Engine {
     /// Runs a request to its end and sends its final event.
     pub(super) fn run(&mut self, mut job: Job) {
-        let mut attempt = Attempt { constraint: job.constraint.take(), ..Attempt::default() };
+        let mut attempt = Attempt {
+            constraint: job.constraint.take(),
+            ..Attempt::default()
+        };
         let job = &job;
         let mut result = self.attempt(job, &mut attempt);
         let memory = |refusal: &Refusal| refusal.code == ErrorCode::OutOfMemory;
@@ -64,7 +67,10 @@ impl Engine {
             memory::clear_cache();
             if self.prefix.make_room() {
                 memory::clear_cache();
-                tracing::warn!(id = job.id, "memory ran out; trying again without the prefix cache's share");
+                tracing::warn!(
+                    id = job.id,
+                    "memory ran out; trying again without the prefix cache's share"
+                );
                 result = self.attempt(job, &mut attempt);
             }
         }
@@ -96,7 +102,10 @@ impl Engine {
                 .or_else(|| panic.downcast_ref::<String>().cloned())
                 .unwrap_or_default();
             self.prefix.reset();
-            Err(Refusal::new(ErrorCode::Internal, format!("the engine panicked: {text}")))
+            Err(Refusal::new(
+                ErrorCode::Internal,
+                format!("the engine panicked: {text}"),
+            ))
         });
         self.prefix.end(attempt.path.take());
         result
@@ -138,8 +147,15 @@ impl Engine {
         });
         let policy = policy(&job.draft, &self.settings);
         // A stored prefix has the head's key-values in it, so the head follows along also where the request doesn't draft.
-        let head = model.self_draft().filter(|_| policy != Policy::Off || attempt.path.is_some());
-        let placed = Rc::new(Placed::new(model.tower(), &job.pictures, job.tokens.len(), cached)?);
+        let head = model
+            .self_draft()
+            .filter(|_| policy != Policy::Off || attempt.path.is_some());
+        let placed = Rc::new(Placed::new(
+            model.tower(),
+            &job.pictures,
+            job.tokens.len(),
+            cached,
+        )?);
         let mut drafter = head.map(|head| Drafter::new(head).with_media(&placed));
         if let Some(restored) = restored {
             let offset = restored.snapshot.offset;
@@ -147,7 +163,12 @@ impl Engine {
             if let Some(drafter) = &mut drafter {
                 match (restored.head, restored.frontier) {
                     (Some(head), Some(frontier)) => drafter.restore(offset, head, frontier)?,
-                    _ => return Err(Refusal::new(ErrorCode::Internal, "a cached prefix lacks the head's state")),
+                    _ => {
+                        return Err(Refusal::new(
+                            ErrorCode::Internal,
+                            "a cached prefix lacks the head's state",
+                        ))
+                    }
                 }
             }
         }
@@ -164,7 +185,14 @@ impl Engine {
             model: &*model,
             caches,
             drafter,
-            sampler: Sampler::new(&job.options, job.verify, job.seed, vocabulary, &job.tokens, self.path),
+            sampler: Sampler::new(
+                &job.options,
+                job.verify,
+                job.seed,
+                vocabulary,
+                &job.tokens,
+                self.path,
+            ),
             emitter: Emitter::new(job, &self.text),
             constraint: attempt.constraint.take(),
             consumed: job.tokens[..cached].to_vec(),
@@ -267,7 +295,11 @@ impl Engine {
             if let Some(drafter) = &mut decoding.drafter {
                 drafter.observe(&ids, &hidden, &decoding.caches)?;
             }
-            for offset in captures.iter().map(|c| c.offset).filter(|&offset| offset > at && offset <= to) {
+            for offset in captures
+                .iter()
+                .map(|c| c.offset)
+                .filter(|&offset| offset > at && offset <= to)
+            {
                 let row = (offset - at) as i32;
                 let frontier = ops::compact(&ops::slice_axis(&hidden, 1, row - 1, row)?)?;
                 eval([&frontier])?;
@@ -299,7 +331,10 @@ impl Engine {
         decoding.caches.schedule(&[]);
         let reached = decoding.consumed.len();
         let cut_short = reached + 1 < job.tokens.len();
-        if cut_short && reached > path.cached() && snapshots.last().is_none_or(|s| (s.offset as usize) < reached) {
+        if cut_short
+            && reached > path.cached()
+            && snapshots.last().is_none_or(|s| (s.offset as usize) < reached)
+        {
             snapshots.extend(decoding.caches.snapshot()?);
         }
         if snapshots.is_empty() {
@@ -310,13 +345,26 @@ impl Engine {
         }
         let states = snapshots.into_iter().map(|snapshot| {
             let offset = snapshot.offset as usize;
-            let kind = captures.iter().find(|c| c.offset == offset).map_or(PointKind::Rest, |c| c.kind);
-            let frontier = frontiers.iter().find(|(at, _)| *at == offset).map(|(_, f)| f.clone());
+            let kind = captures
+                .iter()
+                .find(|c| c.offset == offset)
+                .map_or(PointKind::Rest, |c| c.kind);
+            let frontier = frontiers
+                .iter()
+                .find(|(at, _)| *at == offset)
+                .map(|(_, f)| f.clone());
             let frontier = frontier.or_else(|| decoding.drafter.as_ref().and_then(|d| d.frontier().cloned()));
-            State { kind, snapshot, frontier }
+            State {
+                kind,
+                snapshot,
+                frontier,
+            }
         });
         let states = states.collect();
-        let live = Live { trunk: &decoding.caches, head: decoding.drafter.as_ref().map(Drafter::caches) };
+        let live = Live {
+            trunk: &decoding.caches,
+            head: decoding.drafter.as_ref().map(Drafter::caches),
+        };
         self.prefix.keep(path, states, &live);
         if let Some(drafter) = &mut decoding.drafter {
             drafter.unsettle();
@@ -330,7 +378,9 @@ impl Engine {
             // Drafting broke down on the way, and a prefix without the head's part would be of no use.
             return Ok(());
         }
-        let Some(snapshot) = decoding.caches.snapshot()? else { return Ok(()) };
+        let Some(snapshot) = decoding.caches.snapshot()? else {
+            return Ok(());
+        };
         if let Some(drafter) = &mut decoding.drafter {
             drafter.settle(decoding.current, &decoding.caches)?;
         }
@@ -338,17 +388,34 @@ impl Engine {
             Some(frontier) => Some(ops::compact(frontier)?),
             None => None,
         };
-        let live = Live { trunk: &decoding.caches, head: decoding.drafter.as_ref().map(Drafter::caches) };
-        self.prefix.keep(path, vec![State { kind: PointKind::Rest, snapshot, frontier }], &live);
+        let live = Live {
+            trunk: &decoding.caches,
+            head: decoding.drafter.as_ref().map(Drafter::caches),
+        };
+        self.prefix.keep(
+            path,
+            vec![State {
+                kind: PointKind::Rest,
+                snapshot,
+                frontier,
+            }],
+            &live,
+        );
         Ok(())
     }
 
     /// The turns of a rendered conversation, found by the template's own turn tokens.
     fn turns(&self, tokens: &[u32]) -> Vec<Turn> {
-        let Some(opening) = self.text.template.turn_markers().start() else { return Vec::new() };
+        let Some(opening) = self.text.template.turn_markers().start() else {
+            return Vec::new();
+        };
         let role = |at: usize| {
             let head = &tokens[(at + 1).min(tokens.len())..tokens.len().min(at + 5)];
-            let text = self.text.tokenizer.decode(head, Specials::Shown).unwrap_or_default();
+            let text = self
+                .text
+                .tokenizer
+                .decode(head, Specials::Shown)
+                .unwrap_or_default();
             match text.split_whitespace().next() {
                 Some("system") => Role::System,
                 Some("user") => Role::User,
@@ -360,7 +427,10 @@ impl Engine {
             .iter()
             .enumerate()
             .filter(|(_, &id)| id == opening)
-            .map(|(start, _)| Turn { start, role: role(start) })
+            .map(|(start, _)| Turn {
+                start,
+                role: role(start),
+            })
             .collect()
     }
 
@@ -381,7 +451,11 @@ impl Engine {
     }
 
     fn decode(&mut self, job: &Job, decoding: &mut Decoding<'_>, policy: Policy) -> Result<Finish, Refusal> {
-        let mode = if decoding.sampler.is_greedy() { Mode::Greedy } else { Mode::Sampled };
+        let mode = if decoding.sampler.is_greedy() {
+            Mode::Greedy
+        } else {
+            Mode::Sampled
+        };
         self.depth.begin_request(mode);
         loop {
             if self.cancelled(job) {
@@ -390,7 +464,11 @@ impl Engine {
             self.last_context = (mode, decoding.consumed.len());
             let context = Context {
                 mode,
-                policy: if decoding.drafter.is_some() { policy } else { Policy::Off },
+                policy: if decoding.drafter.is_some() {
+                    policy
+                } else {
+                    Policy::Off
+                },
                 length: decoding.consumed.len(),
                 remaining: decoding.emitter.remaining(),
             };
@@ -399,21 +477,33 @@ impl Engine {
             let before = decoding.emitter.taken();
             let finish = match plan {
                 Plan::Plain { steps } => {
-                    let finish =
-                        decoding.plain(steps, &self.host.outbox, || self.cancelled(job))?;
+                    let finish = decoding.plain(steps, &self.host.outbox, || self.cancelled(job))?;
                     let taken = (decoding.emitter.taken() - before) as u32;
-                    self.depth.record_plain(&context, taken, Some(start.elapsed().as_secs_f64()));
+                    self.depth
+                        .record_plain(&context, taken, Some(start.elapsed().as_secs_f64()));
                     finish
                 }
                 Plan::Draft { depth } => {
                     let finish = decoding.round(depth, &self.host.outbox)?;
-                    let Tested { drafts, tested, accepted } = decoding.stats.last_round();
+                    let Tested {
+                        drafts,
+                        tested,
+                        accepted,
+                    } = decoding.stats.last_round();
                     // A round with fewer drafts than planned costs what neither depth does.
                     let usual = finish.is_none() && drafts == depth;
                     let seconds = usual.then(|| start.elapsed().as_secs_f64());
                     match drafts {
                         0 => self.depth.record_plain(&context, 1, None),
-                        depth => self.depth.record_round(&context, &RoundSample { depth, tested, accepted, seconds }),
+                        depth => self.depth.record_round(
+                            &context,
+                            &RoundSample {
+                                depth,
+                                tested,
+                                accepted,
+                                seconds,
+                            },
+                        ),
                     }
                     finish
                 }
@@ -438,7 +528,10 @@ impl Engine {
 
 /// Who decides on the depth for a request.
 fn policy(request: &DraftOptions, settings: &Settings) -> Policy {
-    let most = settings.draft.max_depth().min(request.max_depth.map_or(usize::MAX, usize::from));
+    let most = settings
+        .draft
+        .max_depth()
+        .min(request.max_depth.map_or(usize::MAX, usize::from));
     match (request.mode, settings.draft) {
         _ if most == 0 => Policy::Off,
         (DraftMode::Off, _) => Policy::Off,

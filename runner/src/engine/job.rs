@@ -62,7 +62,10 @@ pub struct Refusal {
 impl Refusal {
     /// A refusal with its code.
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
-        Self { code, message: message.into() }
+        Self {
+            code,
+            message: message.into(),
+        }
     }
 
     /// The event that tells the host.
@@ -75,9 +78,17 @@ impl From<mlx_rs::error::Exception> for Refusal {
     fn from(error: mlx_rs::error::Exception) -> Self {
         let message = crate::mlx::ops::explain(&error);
         let lower = message.to_ascii_lowercase();
-        let memory = ["unable to allocate", "out of memory", "failed to allocate", "insufficient memory"];
+        let memory = [
+            "unable to allocate",
+            "out of memory",
+            "failed to allocate",
+            "insufficient memory",
+        ];
         if memory.iter().any(|words| lower.contains(words)) {
-            Self::new(ErrorCode::OutOfMemory, format!("the device's memory doesn't suffice: {message}"))
+            Self::new(
+                ErrorCode::OutOfMemory,
+                format!("the device's memory doesn't suffice: {message}"),
+            )
         } else {
             Self::new(ErrorCode::Internal, format!("the device failed: {message}"))
         }
@@ -86,7 +97,11 @@ impl From<mlx_rs::error::Exception> for Refusal {
 
 impl From<ConstraintError> for Refusal {
     fn from(error: ConstraintError) -> Self {
-        let code = if error.is_bad_format() { ErrorCode::BadFormat } else { ErrorCode::Internal };
+        let code = if error.is_bad_format() {
+            ErrorCode::BadFormat
+        } else {
+            ErrorCode::Internal
+        };
         Self::new(code, error.to_string())
     }
 }

@@ -80,7 +80,12 @@ pub fn load_model(
 ) -> Result<Option<LoadedModel>, Refusal> {
     let start = Instant::now();
     let checkpoint = Checkpoint::open(&settings.model)?;
-    let plan = plan(&checkpoint, PlanOptions { no_draft: settings.draft.is_off() })?;
+    let plan = plan(
+        &checkpoint,
+        PlanOptions {
+            no_draft: settings.draft.is_off(),
+        },
+    )?;
     for warning in &plan.warnings {
         tracing::warn!("{warning}");
     }
@@ -112,31 +117,52 @@ pub fn load_model(
     let mut progress = |done: u64| {
         if last.is_none_or(|at| at.elapsed() >= Duration::from_millis(100)) {
             last = Some(Instant::now());
-            let load = LoadProgress { done: done.min(total), total, stage: LoadStage::Weights };
+            let load = LoadProgress {
+                done: done.min(total),
+                total,
+                stage: LoadStage::Weights,
+            };
             outbox.push(Event::Load(load));
         }
         !latch.is_set()
     };
-    let loaded = match Weights::new(&checkpoint, &plan, precision, &mut progress).and_then(|w| load(&w, path)) {
+    let loaded = match Weights::new(&checkpoint, &plan, precision, &mut progress).and_then(|w| load(&w, path))
+    {
         Err(ModelError::Interrupted) => return Ok(None),
         result => result?,
     };
-    outbox.push(Event::Load(LoadProgress { done: total, total, stage: LoadStage::Weights }));
+    outbox.push(Event::Load(LoadProgress {
+        done: total,
+        total,
+        stage: LoadStage::Weights,
+    }));
     let draft = draft_info(&plan, &loaded.model, settings);
     tracing::info!(
         "draft head: {}",
-        draft.reason.clone().unwrap_or_else(|| format!("active, depth up to {}", draft.max_depth))
+        draft
+            .reason
+            .clone()
+            .unwrap_or_else(|| format!("active, depth up to {}", draft.max_depth))
     );
     let ready = Ready {
         model: model_info(&settings.model, &checkpoint, &plan, &stack),
         draft,
-        memory: MemoryInfo { weights: loaded.bytes, limit },
+        memory: MemoryInfo {
+            weights: loaded.bytes,
+            limit,
+        },
         load_duration: u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
     };
     let drafts = loaded.model.self_draft().is_some();
     let disk = open_disk(settings, &checkpoint, path, drafts);
     let prefix = Prefixes::new(settings.cache, drafts, disk);
-    Ok(Some(LoadedModel { model: loaded.model, text: stack, ready, path, prefix }))
+    Ok(Some(LoadedModel {
+        model: loaded.model,
+        text: stack,
+        ready,
+        path,
+        prefix,
+    }))
 }
 
 /// The fused path where this device computes it right and the model's shapes fit, else plain operations.
@@ -145,7 +171,10 @@ fn gpu_path(backend: Backend, config: &ModelConfig) -> Path {
         return Path::Graph;
     }
     if config.delta.key_dim % 32 != 0 {
-        tracing::warn!("key heads of {} columns: the fused kernels take multiples of 32", config.delta.key_dim);
+        tracing::warn!(
+            "key heads of {} columns: the fused kernels take multiples of 32",
+            config.delta.key_dim
+        );
         return Path::Graph;
     }
     match gpu::check::check() {
@@ -164,13 +193,21 @@ fn open_disk(settings: &Settings, checkpoint: &Checkpoint, path: Path, drafts: b
         .fact("format", b"1")
         .fact("numerics", format!("{path:?}").as_bytes())
         .fact("head", &[u8::from(drafts)])
-        .fact("config", serde_json::to_string(&checkpoint.config().raw).unwrap_or_default().as_bytes());
+        .fact(
+            "config",
+            serde_json::to_string(&checkpoint.config().raw)
+                .unwrap_or_default()
+                .as_bytes(),
+        );
     for tensor in checkpoint.tensors() {
         // The ends and a stride between them: enough to tell trained weights apart without reading all of them.
         let stride = (tensor.data.len() / 64).max(1);
         let sample: Vec<u8> = tensor.data.iter().step_by(stride).copied().collect();
         facts = facts
-            .fact(tensor.name, format!("{:?} {:?}", tensor.dtype, tensor.shape).as_bytes())
+            .fact(
+                tensor.name,
+                format!("{:?} {:?}", tensor.dtype, tensor.shape).as_bytes(),
+            )
             .fact("sample", &sample);
     }
     match DiskStore::open(DiskConfig::new(directory, facts.finish(), settings.cache.disk)) {
@@ -187,7 +224,11 @@ fn draft_info(plan: &Plan, model: &Qwen35, settings: &Settings) -> DraftInfo {
     DraftInfo {
         active: reason.is_none(),
         kind: model.self_draft().map(|draft| draft.kind().name().to_owned()),
-        max_depth: if reason.is_none() { settings.draft.max_depth() as u32 } else { 0 },
+        max_depth: if reason.is_none() {
+            settings.draft.max_depth() as u32
+        } else {
+            0
+        },
         reason,
     }
 }
@@ -211,7 +252,11 @@ fn model_info(dir: &FilePath, checkpoint: &Checkpoint, plan: &Plan, text: &TextS
 fn quantization(plan: &Plan) -> Option<String> {
     let mut kinds: std::collections::BTreeMap<String, u64> = std::collections::BTreeMap::new();
     for module in plan.modules.iter().filter(|m| m.quant != ModuleQuant::Dense) {
-        *kinds.entry(module.quant.to_string()).or_default() += module.shape.iter().map(|&n| n as u64).product::<u64>();
+        *kinds.entry(module.quant.to_string()).or_default() +=
+            module.shape.iter().map(|&n| n as u64).product::<u64>();
     }
-    kinds.into_iter().max_by_key(|(_, parameters)| *parameters).map(|(kind, _)| kind)
+    kinds
+        .into_iter()
+        .max_by_key(|(_, parameters)| *parameters)
+        .map(|(kind, _)| kind)
 }

@@ -51,11 +51,19 @@ pub struct Measurement {
 /// The model can't be loaded or the device fails.
 pub fn measure(settings: &Settings, context: usize, prefill_tokens: usize) -> Result<Measurement, Refusal> {
     let backend = Backend::select(settings.force_cpu);
-    let loaded = load_model(settings, backend, &Outbox::default(), &Latch::default(), &Awaited::default())?
-        .ok_or_else(|| Refusal::new(ErrorCode::Internal, "loading was interrupted"))?;
+    let loaded = load_model(
+        settings,
+        backend,
+        &Outbox::default(),
+        &Latch::default(),
+        &Awaited::default(),
+    )?
+    .ok_or_else(|| Refusal::new(ErrorCode::Internal, "loading was interrupted"))?;
     let model = &loaded.model;
     let vocabulary = loaded.text.tokenizer.len().min(model.vocabulary_size() as usize) as u32;
-    let ids: Vec<u32> = (0..prefill_tokens.max(context).max(64) as u32).map(|i| i * 7919 % vocabulary).collect();
+    let ids: Vec<u32> = (0..prefill_tokens.max(context).max(64) as u32)
+        .map(|i| i * 7919 % vocabulary)
+        .collect();
     let mut rates = Vec::new();
     for _ in 0..4 {
         let start = Instant::now();
@@ -79,7 +87,10 @@ pub fn measure(settings: &Settings, context: usize, prefill_tokens: usize) -> Re
             caches.keep_rows(false);
             caches.reset(before);
         }
-        widths.push(Width { rows, milliseconds: median(&mut times[4..]) });
+        widths.push(Width {
+            rows,
+            milliseconds: median(&mut times[4..]),
+        });
     }
     let mut token = ids_array(&ids[..1]);
     let mut times = Vec::new();

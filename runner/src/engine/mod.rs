@@ -8,23 +8,23 @@ mod emit;
 mod generate;
 pub mod job;
 mod load;
-mod media;
 pub mod measure;
+mod media;
 mod prefix;
 pub mod prepare;
 #[cfg(test)]
 mod scripted;
-#[cfg(test)]
-mod vision_tests;
 mod stats;
 pub mod text;
+#[cfg(test)]
+mod vision_tests;
 mod warmup;
 
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
 use std::time::Duration;
+use std::time::Instant;
 
 use crossbeam_channel::{after, never, select, Receiver};
 use lookahead_protocol::event::{
@@ -37,7 +37,7 @@ use crate::host::Host;
 use crate::mlx::{memory, Backend, Path};
 use crate::model::qwen3_5::Qwen35;
 use crate::prefix::budget::Budgets;
-use crate::speculate::depth::{Mode, DepthController, DepthLimits, DepthModel};
+use crate::speculate::depth::{DepthController, DepthLimits, DepthModel, Mode};
 use job::{Job, Refusal};
 use prefix::Prefixes;
 use stats::RoundStats;
@@ -91,7 +91,9 @@ impl std::str::FromStr for DraftFlag {
             number => match number.parse() {
                 Ok(0) => Ok(Self::Off),
                 Ok(depth) if depth <= DEEPEST => Ok(Self::Fixed(depth)),
-                _ => Err(format!("expected off, auto or a depth from 1 to {DEEPEST}, got {number:?}")),
+                _ => Err(format!(
+                    "expected off, auto or a depth from 1 to {DEEPEST}, got {number:?}"
+                )),
             },
         }
     }
@@ -176,11 +178,20 @@ pub fn serve(
             return load_failed(&host, &refusal);
         }
     };
-    let limits = DepthLimits { max_depth: settings.draft.max_depth() };
+    let limits = DepthLimits {
+        max_depth: settings.draft.max_depth(),
+    };
     let mut depth = DepthController::new(limits, DepthModel::default());
     let start = Instant::now();
     let told = (&host.outbox, &host.latch);
-    if let Err(refusal) = warmup::warm_up(&loaded.model, &loaded.text, loaded.path, settings.draft, &mut depth, told) {
+    if let Err(refusal) = warmup::warm_up(
+        &loaded.model,
+        &loaded.text,
+        loaded.path,
+        settings.draft,
+        &mut depth,
+        told,
+    ) {
         text.give_up();
         return load_failed(&host, &refusal);
     }
@@ -263,7 +274,10 @@ impl Engine {
             let (mode, length) = self.last_context;
             draft.selected = Some(self.depth.selected(mode) as u32);
             draft.cost = self.costs(mode, length);
-            draft.acceptance = [Mode::Greedy, Mode::Sampled].into_iter().flat_map(|mode| self.rates(mode)).collect();
+            draft.acceptance = [Mode::Greedy, Mode::Sampled]
+                .into_iter()
+                .flat_map(|mode| self.rates(mode))
+                .collect();
         }
         let cache = self.prefix.status();
         self.host.board.update(|figures| {
@@ -316,7 +330,9 @@ impl Engine {
             figures.running = None;
             match event {
                 _ if failed => figures.requests.failed += 1,
-                Event::Done(done) if done.done_reason == DoneReason::Cancelled => figures.requests.cancelled += 1,
+                Event::Done(done) if done.done_reason == DoneReason::Cancelled => {
+                    figures.requests.cancelled += 1
+                }
                 _ => figures.requests.completed += 1,
             }
         });

@@ -34,7 +34,11 @@ pub struct Incoming {
 /// # Errors
 /// The request can't be served; the code says why.
 pub fn prepare(text: &TextStack, incoming: Incoming) -> Result<Job, Refusal> {
-    let Incoming { request, arrived, cancel } = incoming;
+    let Incoming {
+        request,
+        arrived,
+        cancel,
+    } = incoming;
     let request = *request;
     let options = SamplingOptions::resolve(&request.options, &text.defaults)
         .map_err(|error| Refusal::new(ErrorCode::InvalidRequest, error.to_string()))?;
@@ -48,12 +52,22 @@ pub fn prepare(text: &TextStack, incoming: Incoming) -> Result<Job, Refusal> {
     if tokens.len() >= limit {
         return Err(Refusal::new(
             ErrorCode::ContextExceeded,
-            format!("the prompt has {} tokens, the context length is {limit}", tokens.len()),
+            format!(
+                "the prompt has {} tokens, the context length is {limit}",
+                tokens.len()
+            ),
         ));
     }
-    let budget = options.num_predict.unwrap_or(usize::MAX).min(limit - tokens.len());
+    let budget = options
+        .num_predict
+        .unwrap_or(usize::MAX)
+        .min(limit - tokens.len());
     let seeded = options.seed.is_some();
-    let constraint = request.format.as_ref().map(|format| constraint(text, format, think_open)).transpose()?;
+    let constraint = request
+        .format
+        .as_ref()
+        .map(|format| constraint(text, format, think_open))
+        .transpose()?;
     // Drafts that the grammar forbids are dropped unseen. The coupled rule yields the target's own choices whatever was
     // drafted, while the residual of the rejection rule would have to know what was dropped.
     let verify = match (&constraint, request.draft.verify) {
@@ -88,7 +102,11 @@ fn constraint(text: &TextStack, format: &wire::Format, think_open: bool) -> Resu
         wire::Format::Grammar(grammar) => Format::Lark(grammar.clone()),
         wire::Format::Regex(regex) => Format::Regex(regex.clone()),
     };
-    let start = if think_open { Start::After(THINK_CLOSE.to_owned()) } else { Start::AtOnce };
+    let start = if think_open {
+        Start::After(THINK_CLOSE.to_owned())
+    } else {
+        Start::AtOnce
+    };
     Ok(Constraint::new(&text.constraints, &format, start)?)
 }
 
@@ -114,7 +132,11 @@ fn tokens(text: &TextStack, input: Input) -> Result<(Vec<u32>, Vec<Picture>, boo
                 media::place(text.pictures.as_ref(), encode(&prompt, Bos::ByRule)?, &images)?;
             Ok((tokens, pictures, open))
         }
-        Input::Messages { messages, tools, think } => {
+        Input::Messages {
+            messages,
+            tools,
+            think,
+        } => {
             let images: Vec<&str> = messages.iter().flat_map(Message::images).collect();
             if !images.is_empty() && text.pictures.is_none() {
                 // Said before the template runs: one that knows no pictures fails with less to the point.
@@ -152,7 +174,11 @@ pub fn render(
         .map(|message| serde_json::to_value(plain(message)))
         .collect::<Result<_, _>>()
         .map_err(|error| Refusal::new(ErrorCode::InvalidRequest, error.to_string()))?;
-    let options = RenderOptions { tools, think, add_generation_prompt: true };
+    let options = RenderOptions {
+        tools,
+        think,
+        add_generation_prompt: true,
+    };
     text.template.render(&values, &options).map_err(|error| {
         let code = match error {
             TemplateError::NoTemplate => ErrorCode::Unsupported,
@@ -165,7 +191,9 @@ pub fn render(
 /// The message with content of text parts only as one string, which every template takes; those that take parts put their
 /// texts together just so.
 fn plain(message: &Message) -> Cow<'_, Message> {
-    let Some(Content::Parts(parts)) = &message.content else { return Cow::Borrowed(message) };
+    let Some(Content::Parts(parts)) = &message.content else {
+        return Cow::Borrowed(message);
+    };
     let texts: Option<String> = parts
         .iter()
         .map(|part| match part {
@@ -174,7 +202,10 @@ fn plain(message: &Message) -> Cow<'_, Message> {
         })
         .collect();
     match texts {
-        Some(text) => Cow::Owned(Message { content: Some(Content::Text(text)), ..message.clone() }),
+        Some(text) => Cow::Owned(Message {
+            content: Some(Content::Text(text)),
+            ..message.clone()
+        }),
         None => Cow::Borrowed(message),
     }
 }

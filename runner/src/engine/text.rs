@@ -86,7 +86,10 @@ enum State<T> {
 
 impl<T> Default for Awaited<T> {
     fn default() -> Self {
-        Self { state: Mutex::new(State::Waiting), changed: Condvar::new() }
+        Self {
+            state: Mutex::new(State::Waiting),
+            changed: Condvar::new(),
+        }
     }
 }
 

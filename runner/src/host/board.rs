@@ -54,7 +54,10 @@ pub struct Board {
 
 impl Default for Board {
     fn default() -> Self {
-        Self { start: Instant::now(), figures: Mutex::default() }
+        Self {
+            start: Instant::now(),
+            figures: Mutex::default(),
+        }
     }
 }
 

@@ -81,7 +81,10 @@ impl Args {
                 // A share of a disk is a share of what is free on it.
                 disk: self.cache_disk.resolve(self.free_disk()),
             },
-            cache_dir: self.cache_dir.clone().or_else(|| default_directory(|name| std::env::var_os(name))),
+            cache_dir: self
+                .cache_dir
+                .clone()
+                .or_else(|| default_directory(|name| std::env::var_os(name))),
             force_cpu: self.cpu,
             image_pixels: self.image_pixels as usize,
         }
@@ -89,7 +92,9 @@ impl Args {
 
     fn free_disk(&self) -> u64 {
         let dir = self.cache_dir.clone().unwrap_or_else(std::env::temp_dir);
-        let Ok(path) = std::ffi::CString::new(dir.as_os_str().as_encoded_bytes()) else { return 0 };
+        let Ok(path) = std::ffi::CString::new(dir.as_os_str().as_encoded_bytes()) else {
+            return 0;
+        };
         // SAFETY: `statvfs` fills the zeroed struct; the path is NUL-terminated.
         unsafe {
             let mut stat: libc::statvfs = std::mem::zeroed();
@@ -101,13 +106,21 @@ impl Args {
     }
 
     fn memory_limit(&self) -> u64 {
-        self.memory_limit.map_or(total_memory() / 4 * 3, |size| size.resolve(total_memory()))
+        self.memory_limit
+            .map_or(total_memory() / 4 * 3, |size| size.resolve(total_memory()))
     }
 }
 
 /// The machine's memory in bytes.
 fn total_memory() -> u64 {
     // SAFETY: `sysconf` takes no pointer.
-    let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
-    u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(size).unwrap_or(0))
+    let (pages, size) = unsafe {
+        (
+            libc::sysconf(libc::_SC_PHYS_PAGES),
+            libc::sysconf(libc::_SC_PAGESIZE),
+        )
+    };
+    u64::try_from(pages)
+        .unwrap_or(0)
+        .saturating_mul(u64::try_from(size).unwrap_or(0))
 }

@@ -8,9 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crossbeam_channel::{unbounded, Receiver, Sender};
-use lookahead_protocol::event::{
-    CacheReply, Cancelled, Detokenized, Failure, Pong, Rendered, Tokenized,
-};
+use lookahead_protocol::event::{CacheReply, Cancelled, Detokenized, Failure, Pong, Rendered, Tokenized};
 use lookahead_protocol::{ErrorCode, Event, Line, LineReader, Request, RequestError};
 
 use super::latch::Reason;
@@ -54,11 +52,19 @@ pub(super) fn start(
     Ok(())
 }
 
-fn prepare_all(host: &Host, text: &Awaited<TextStack>, commands: &Sender<Command>, incoming: &Receiver<Incoming>) {
+fn prepare_all(
+    host: &Host,
+    text: &Awaited<TextStack>,
+    commands: &Sender<Command>,
+    incoming: &Receiver<Incoming>,
+) {
     for request in incoming {
         let id = request.request.id.clone();
         let Some(text) = text.get() else {
-            host.finish(&id, Event::Done(Box::new(cancelled_before_start(&id, Some(request.arrived)))));
+            host.finish(
+                &id,
+                Event::Done(Box::new(cancelled_before_start(&id, Some(request.arrived)))),
+            );
             continue;
         };
         if request.cancel.is_set() {
@@ -91,7 +97,9 @@ fn prepare_all(host: &Host, text: &Awaited<TextStack>, commands: &Sender<Command
 
 fn text_all(host: &Host, text: &Awaited<TextStack>, work: &Receiver<Request>) {
     for request in work {
-        let Some(id) = request.id().map(str::to_owned) else { continue };
+        let Some(id) = request.id().map(str::to_owned) else {
+            continue;
+        };
         let Some(text) = text.get() else {
             let refusal = Refusal::new(ErrorCode::Internal, "the model was not loaded");
             host.finish(&id, Event::Error(refusal.failure(&id)));
@@ -99,7 +107,10 @@ fn text_all(host: &Host, text: &Awaited<TextStack>, work: &Receiver<Request>) {
         };
         let answer = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| text_request(&text, request)))
             .unwrap_or_else(|_| Err(Refusal::new(ErrorCode::Internal, "the text thread panicked")));
-        host.finish(&id, answer.unwrap_or_else(|refusal| Event::Error(refusal.failure(&id))));
+        host.finish(
+            &id,
+            answer.unwrap_or_else(|refusal| Event::Error(refusal.failure(&id))),
+        );
     }
 }
 
@@ -111,10 +122,19 @@ fn text_request(text: &TextStack, request: Request) -> Result<Event, Refusal> {
             Event::Tokenized(Tokenized { id: r.id, tokens })
         }
         Request::Detokenize(r) => {
-            let decoded = text.tokenizer.decode(&r.tokens, Specials::Shown).map_err(invalid)?;
-            Event::Detokenized(Detokenized { id: r.id, text: decoded })
+            let decoded = text
+                .tokenizer
+                .decode(&r.tokens, Specials::Shown)
+                .map_err(invalid)?;
+            Event::Detokenized(Detokenized {
+                id: r.id,
+                text: decoded,
+            })
         }
-        Request::Render(r) => Event::Rendered(Rendered { prompt: rendered(text, &r)?, id: r.id }),
+        Request::Render(r) => Event::Rendered(Rendered {
+            prompt: rendered(text, &r)?,
+            id: r.id,
+        }),
         other => {
             let message = format!("`{}` is no text request", other.kind());
             return Err(Refusal::new(ErrorCode::Internal, message));
@@ -166,7 +186,10 @@ impl Reader {
                 // The failure must not end a running request that has the same id.
                 let mut event = Event::from(error);
                 if let Event::Error(failure) = &mut event {
-                    let busy = failure.id.as_deref().is_some_and(|id| self.host.registry.is_busy(id));
+                    let busy = failure
+                        .id
+                        .as_deref()
+                        .is_some_and(|id| self.host.registry.is_busy(id));
                     failure.duplicate |= busy;
                 }
                 self.host.outbox.push(event);
@@ -183,7 +206,11 @@ impl Reader {
         // One request runs; the limit is on those behind it.
         if generates && self.host.registry.generating() > self.queue && !self.host.registry.is_busy(&id) {
             let message = format!("{} requests wait already, the limit of the queue", self.queue);
-            self.host.outbox.push(Event::Error(Failure::new(Some(id), ErrorCode::QueueFull, message)));
+            self.host.outbox.push(Event::Error(Failure::new(
+                Some(id),
+                ErrorCode::QueueFull,
+                message,
+            )));
             return;
         }
         let Some(cancel) = self.host.registry.begin(&id, generates) else {
@@ -192,7 +219,11 @@ impl Reader {
         };
         let answer = match request {
             Request::Generate(request) => {
-                let _ = self.to_prepare.send(Incoming { request, arrived: Instant::now(), cancel });
+                let _ = self.to_prepare.send(Incoming {
+                    request,
+                    arrived: Instant::now(),
+                    cancel,
+                });
                 return;
             }
             Request::Tokenize(_) | Request::Detokenize(_) | Request::Render(_) => {
@@ -203,7 +234,14 @@ impl Reader {
                 let found = self.host.registry.cancel(&r.target);
                 let target = r.target.clone();
                 let known = found != Found::Nothing;
-                self.host.finish(&id, Event::Cancelled(Cancelled { id: r.id, found: known, target: r.target }));
+                self.host.finish(
+                    &id,
+                    Event::Cancelled(Cancelled {
+                        id: r.id,
+                        found: known,
+                        target: r.target,
+                    }),
+                );
                 if let Found::Waiting(arrived) = found {
                     self.host.board.update(|figures| figures.requests.cancelled += 1);
                     let done = cancelled_before_start(&target, Some(arrived));
@@ -214,7 +252,11 @@ impl Reader {
             Request::Ping(r) => Event::Pong(Pong { id: r.id }),
             Request::Status(r) => {
                 let generating = self.host.registry.generating();
-                Event::Status(Box::new(self.host.board.status(&r.id, generating, self.host.latch.is_set())))
+                Event::Status(Box::new(self.host.board.status(
+                    &r.id,
+                    generating,
+                    self.host.latch.is_set(),
+                )))
             }
             Request::Cache(r) => {
                 let held = self.host.board.cache().unwrap_or_default();

@@ -56,7 +56,11 @@ impl Latch {
         if held.is_none() {
             *held = Some(reason);
             self.inner.set.store(true, Ordering::Release);
-            self.inner.keep.lock().unwrap_or_else(PoisonError::into_inner).take();
+            self.inner
+                .keep
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take();
         }
     }
 

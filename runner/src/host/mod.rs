@@ -84,7 +84,9 @@ pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
     let recorder = match &args.record {
         Some(path) => {
             // A model that can't be opened is told by the load.
-            let fingerprint = Checkpoint::open(&args.model).map(|c| fingerprint(&c)).unwrap_or_default();
+            let fingerprint = Checkpoint::open(&args.model)
+                .map(|c| fingerprint(&c))
+                .unwrap_or_default();
             let header = Header::new(PROGRAM, env!("CARGO_PKG_VERSION"))
                 .with_model(args.model.display().to_string(), fingerprint);
             Some(Arc::new(record::Recorder::create(path, &header)?))
@@ -101,7 +103,8 @@ pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
     let writer = {
         let (host, recorder) = (host.clone(), recorder.clone());
         spawn("stdout", move || {
-            host.outbox.run(std::io::stdout(), &host.latch, recorder.as_deref());
+            host.outbox
+                .run(std::io::stdout(), &host.latch, recorder.as_deref());
         })?
     };
     let text = Arc::new(Awaited::default());
@@ -110,7 +113,9 @@ pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
     let settings = args.settings();
     let engine = {
         let (host, text) = (host.clone(), Arc::clone(&text));
-        spawn("engine", move || engine::serve(settings, backend, host, &text, &work))?
+        spawn("engine", move || {
+            engine::serve(settings, backend, host, &text, &work)
+        })?
     };
     let status = match engine.join() {
         Ok(Ending::Orderly) => 0,
@@ -128,7 +133,10 @@ fn answer_outstanding(host: &Host) {
     let end = Instant::now() + DRAIN;
     loop {
         for id in host.registry.outstanding() {
-            host.finish(&id, Event::Done(Box::new(engine::cancelled_before_start(&id, None))));
+            host.finish(
+                &id,
+                Event::Done(Box::new(engine::cancelled_before_start(&id, None))),
+            );
         }
         if host.registry.is_empty() || Instant::now() >= end {
             return;
@@ -147,7 +155,11 @@ fn inspect(args: &cli::Args) -> anyhow::Result<i32> {
         no_draft: settings.draft.is_off(),
     };
     let inspection = crate::inspect::inspect(&args.model, circumstances);
-    let text = if args.json { serde_json::to_string(&inspection)? + "\n" } else { inspection.to_string() };
+    let text = if args.json {
+        serde_json::to_string(&inspection)? + "\n"
+    } else {
+        inspection.to_string()
+    };
     // A reader that stops half-way has seen what it wanted.
     let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(i32::from(!inspection.verdict.runs))

@@ -69,7 +69,11 @@ impl Outbox {
     }
 
     fn wait<'a>(&self, queue: MutexGuard<'a, Queue>, limit: Duration) -> MutexGuard<'a, Queue> {
-        self.shared.1.wait_timeout(queue, limit).unwrap_or_else(PoisonError::into_inner).0
+        self.shared
+            .1
+            .wait_timeout(queue, limit)
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
     }
 
     /// Writes until closed or the host has gone; a closed output trips the latch.
@@ -141,7 +145,12 @@ mod tests {
     use lookahead_protocol::event::{Pong, Prefill, Token};
 
     fn token(id: &str, text: &str, ids: &[u32]) -> Event {
-        Event::Token(Token { id: id.into(), text: text.into(), tokens: ids.to_vec(), logprobs: None })
+        Event::Token(Token {
+            id: id.into(),
+            text: text.into(),
+            tokens: ids.to_vec(),
+            logprobs: None,
+        })
     }
 
     #[test]
@@ -165,7 +174,13 @@ mod tests {
 
     #[test]
     fn progress_is_replaced_by_the_latest() {
-        let prefill = |done| Event::Prefill(Prefill { id: "a".into(), done, total: 9 });
+        let prefill = |done| {
+            Event::Prefill(Prefill {
+                id: "a".into(),
+                done,
+                total: 9,
+            })
+        };
         let mut events = VecDeque::new();
         enqueue(&mut events, prefill(1));
         enqueue(&mut events, prefill(5));

@@ -27,7 +27,10 @@ impl Recorder {
     pub fn create(path: &Path, header: &Header) -> Result<Self, WriteError> {
         let file = File::create(path).map_err(WriteError::Io)?;
         let writer = TranscriptWriter::new(BufWriter::new(file), header)?;
-        Ok(Self { writer: Mutex::new(Some(writer)), start: Instant::now() })
+        Ok(Self {
+            writer: Mutex::new(Some(writer)),
+            start: Instant::now(),
+        })
     }
 
     /// A line that was read.

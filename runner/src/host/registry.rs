@@ -30,7 +30,9 @@ impl CancelFlag {
 
     /// Starts the request; false if it was cancelled before, when its final event has been sent already.
     pub fn start(&self) -> bool {
-        self.0.compare_exchange(WAITING, STARTED, Ordering::AcqRel, Ordering::Acquire).is_ok()
+        self.0
+            .compare_exchange(WAITING, STARTED, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok()
     }
 
     fn is(&self, other: &Self) -> bool {
@@ -74,7 +76,14 @@ impl Registry {
             return None;
         }
         let flag = CancelFlag::default();
-        entries.insert(id.to_owned(), Entry { flag: flag.clone(), generates, arrived: Instant::now() });
+        entries.insert(
+            id.to_owned(),
+            Entry {
+                flag: flag.clone(),
+                generates,
+                arrived: Instant::now(),
+            },
+        );
         Some(flag)
     }
 
@@ -127,8 +136,12 @@ impl Registry {
 
     /// Ids of all requests that generate or wait to, sorted.
     pub fn outstanding(&self) -> Vec<String> {
-        let mut ids: Vec<String> =
-            self.lock().iter().filter(|(_, entry)| entry.generates).map(|(id, _)| id.clone()).collect();
+        let mut ids: Vec<String> = self
+            .lock()
+            .iter()
+            .filter(|(_, entry)| entry.generates)
+            .map(|(id, _)| id.clone())
+            .collect();
         ids.sort();
         ids
     }
@@ -151,7 +164,11 @@ mod tests {
         assert!(!registry.end("a"));
         assert_eq!(registry.cancel("a"), Found::Nothing);
         assert!(registry.begin("a", false).is_some());
-        assert_eq!(registry.cancel("a"), Found::Nothing, "a request that doesn't generate can't be cancelled");
+        assert_eq!(
+            registry.cancel("a"),
+            Found::Nothing,
+            "a request that doesn't generate can't be cancelled"
+        );
     }
 
     #[test]
@@ -162,7 +179,10 @@ mod tests {
         assert!(registry.is_empty());
         let second = registry.begin("a", true).unwrap();
         assert!(!first.start());
-        assert!(!registry.end_own("a", &first), "the id belongs to the second request");
+        assert!(
+            !registry.end_own("a", &first),
+            "the id belongs to the second request"
+        );
         assert!(second.start());
         assert!(registry.end_own("a", &second));
     }

@@ -42,7 +42,11 @@ impl Backend {
             (false, false, true) => Self::Cuda,
             _ => Self::Cpu,
         };
-        let device = if backend == Self::Cpu { DeviceType::Cpu } else { DeviceType::Gpu };
+        let device = if backend == Self::Cpu {
+            DeviceType::Cpu
+        } else {
+            DeviceType::Gpu
+        };
         Device::set_default(&Device::new(device, 0));
         backend
     }

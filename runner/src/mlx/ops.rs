@@ -52,7 +52,9 @@ pub(crate) fn array_op(name: &str, call: impl FnOnce(*mut mlx_array, mlx_stream)
     if call(&mut handle, stream.as_ptr()) != 0 {
         // SAFETY: the handle was made above and has no other owner.
         unsafe { mlx_sys::mlx_array_free(handle) };
-        return Err(Exception::custom(last_error().unwrap_or_else(|| format!("{name} failed"))));
+        return Err(Exception::custom(
+            last_error().unwrap_or_else(|| format!("{name} failed")),
+        ));
     }
     // SAFETY: the call succeeded, so the handle is valid and owned by us alone.
     Ok(unsafe { Array::from_ptr(handle) })
@@ -81,7 +83,9 @@ pub(crate) fn arrays_op(
     // SAFETY: made above; the arrays taken from it hold their own references.
     unsafe { mlx_sys::mlx_vector_array_free(vector) };
     if status != 0 {
-        return Err(Exception::custom(last_error().unwrap_or_else(|| format!("{name} failed"))));
+        return Err(Exception::custom(
+            last_error().unwrap_or_else(|| format!("{name} failed")),
+        ));
     }
     Ok(out)
 }
@@ -116,7 +120,19 @@ pub fn slice(a: &Array, start: &[i32], stop: &[i32]) -> Result<Array> {
     debug_assert!(n == stop.len() && n <= 8);
     array_op("slice", |res, s| {
         // SAFETY: the three bounds have `n` entries each.
-        unsafe { mlx_sys::mlx_slice(res, a.as_ptr(), start.as_ptr(), n, stop.as_ptr(), n, ONES.as_ptr(), n, s) }
+        unsafe {
+            mlx_sys::mlx_slice(
+                res,
+                a.as_ptr(),
+                start.as_ptr(),
+                n,
+                stop.as_ptr(),
+                n,
+                ONES.as_ptr(),
+                n,
+                s,
+            )
+        }
     })
 }
 
@@ -169,7 +185,6 @@ pub fn cast(a: &Array, dtype: Dtype) -> Result<Array> {
     }
 }
 
-
 /// A compact copy: owns exactly its own bytes (up to MLX's 16 KiB slack) and never pins the buffer that it was cut from.
 pub fn compact(a: &Array) -> Result<Array> {
     // `mlx_copy` shares its input's buffer; `mlx_contiguous` copies whenever the input is a part of a larger one.
@@ -192,14 +207,19 @@ pub struct QuantMode {
 
 impl QuantMode {
     fn optional(value: i32) -> mlx_sys::mlx_optional_int {
-        mlx_sys::mlx_optional_int { value, has_value: true }
+        mlx_sys::mlx_optional_int {
+            value,
+            has_value: true,
+        }
     }
 }
 
 fn handle_or_null(a: Option<&Array>) -> mlx_array {
     match a {
         Some(a) => a.as_ptr(),
-        None => mlx_array { ctx: std::ptr::null_mut() },
+        None => mlx_array {
+            ctx: std::ptr::null_mut(),
+        },
     }
 }
 
@@ -282,7 +302,10 @@ pub fn dequantize(
                 QuantMode::optional(mode.bits),
                 mode.mode.as_ptr(),
                 handle_or_null(None),
-                mlx_sys::mlx_optional_dtype { value: dtype.into(), has_value: true },
+                mlx_sys::mlx_optional_dtype {
+                    value: dtype.into(),
+                    has_value: true,
+                },
                 s,
             )
         }

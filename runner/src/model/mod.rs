@@ -68,7 +68,12 @@ pub struct Batch<'a> {
 impl<'a> Batch<'a> {
     /// Plain text that begins at `start`.
     pub fn text(ids: &'a Array, start: i32) -> Self {
-        Self { ids, positions: Positions::Sequential { start }, media: &[], conditioning: None }
+        Self {
+            ids,
+            positions: Positions::Sequential { start },
+            media: &[],
+            conditioning: None,
+        }
     }
 
     /// Number of rows, L.

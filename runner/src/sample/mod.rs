@@ -24,13 +24,13 @@ pub use options::{Filter, GenerationDefaults, OptionError, SamplingOptions, Shap
 pub use sampler::{Draft, SampleError, Sampler, Vocabulary};
 
 #[cfg(test)]
-pub(crate) mod oracle;
-#[cfg(test)]
 mod accept_tests;
 #[cfg(test)]
 mod cost_tests;
 #[cfg(test)]
 mod logprobs_tests;
+#[cfg(test)]
+pub(crate) mod oracle;
 #[cfg(test)]
 mod penalty_tests;
 #[cfg(test)]

@@ -1,23 +1,20 @@
 //! The process behind `lookahead gguf`: the edge between the wire protocol and llama-server.
 //!
-//! Invariant: every request ends in exactly one final event ([`Shared::end`] is the only place that sends one), control requests
-//! are answered from here at once, and the server is gone before this process is.
+//! Invariant: control requests are answered from here at once, and the server is gone before this process is.
 
-use std::collections::HashMap;
 use std::io;
 use std::path::PathBuf;
 use std::process::{Child, ExitStatus};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{bounded, unbounded, Sender};
 use lookahead_protocol::event::{
-    Cancelled, DoneReason, DraftInfo, Failure, Hello, LoadProgress, LoadStage, MemoryInfo, ModelInfo, Pong,
-    ProtocolVersion, Ready, State, Status,
+    DraftInfo, Failure, Hello, LoadProgress, LoadStage, MemoryInfo, ModelInfo, Pong, ProtocolVersion, Ready,
+    State, Status,
 };
-use lookahead_protocol::request::{Cancel, Generate};
 use lookahead_protocol::{ErrorCode, Event, Line, LineReader, LineWriter, Request, RequestError};
 use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};

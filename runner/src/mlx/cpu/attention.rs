@@ -89,7 +89,14 @@ const BLOCK: usize = 64;
 
 /// One query over `slots` keys and values (online softmax, Milakov and Gimelshein 2018).
 #[inline(always)]
-fn attend_body<const FMA: bool>(q: &[f32], keys: &[f32], values: &[f32], slots: usize, scale: f32, o: &mut [f32]) {
+fn attend_body<const FMA: bool>(
+    q: &[f32],
+    keys: &[f32],
+    values: &[f32],
+    slots: usize,
+    scale: f32,
+    o: &mut [f32],
+) {
     let d = q.len();
     o.fill(0.0);
     let mut highest = f32::NEG_INFINITY;
@@ -165,7 +172,14 @@ pub fn run(
         let at = (i / (h / kv)) * capacity * d;
         // SAFETY: each head of each row is written by one call only.
         let o = unsafe { out.slice(index * d, d) };
-        attend(&queries[index * d..][..d], &keys[at..][..capacity * d], &values[at..][..capacity * d], before + t + 1, scale, o);
+        attend(
+            &queries[index * d..][..d],
+            &keys[at..][..capacity * d],
+            &values[at..][..capacity * d],
+            before + t + 1,
+            scale,
+            o,
+        );
         apply_gate(&packed[t * heads.packed() + i * 2 * d + d..][..d], o);
     });
 }

@@ -86,13 +86,24 @@ multiversion! {
 
 /// One token of one head: `S <- decay S; d = beta (v - S k); S <- S + d k^T; o = S q`.
 #[inline(always)]
-fn token_body<const FMA: bool>(state: &mut [f32], q: &[f32], k: &[f32], v: &[f32], decay: f32, beta: f32, o: &mut [f32]) {
+fn token_body<const FMA: bool>(
+    state: &mut [f32],
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    decay: f32,
+    beta: f32,
+    o: &mut [f32],
+) {
     let dk = k.len();
     for ((row, v), o) in state.chunks_exact_mut(dk).zip(v).zip(o) {
         let mut acc = [0f32; LANES];
         let mut tail = 0f32;
         let main = dk - dk % LANES;
-        for (s, k) in row[..main].chunks_exact_mut(LANES).zip(k[..main].chunks_exact(LANES)) {
+        for (s, k) in row[..main]
+            .chunks_exact_mut(LANES)
+            .zip(k[..main].chunks_exact(LANES))
+        {
             for i in 0..LANES {
                 s[i] *= decay;
                 acc[i] = madd::<FMA>(s[i], k[i], acc[i]);
@@ -105,8 +116,10 @@ fn token_body<const FMA: bool>(state: &mut [f32], q: &[f32], k: &[f32], v: &[f32
         let d = beta * (v - (sum_lanes(acc) + tail));
         let mut acc = [0f32; LANES];
         let mut tail = 0f32;
-        for ((s, k), q) in
-            row[..main].chunks_exact_mut(LANES).zip(k[..main].chunks_exact(LANES)).zip(q[..main].chunks_exact(LANES))
+        for ((s, k), q) in row[..main]
+            .chunks_exact_mut(LANES)
+            .zip(k[..main].chunks_exact(LANES))
+            .zip(q[..main].chunks_exact(LANES))
         {
             for i in 0..LANES {
                 s[i] = madd::<FMA>(k[i], d, s[i]);
@@ -147,8 +160,10 @@ pub fn run(sizes: &Sizes, input: &Inputs<'_>, out: &mut Outputs<'_>) {
     let (key_columns, value_columns) = (nk * dk, nv * dv);
     let packed_columns = channels + value_columns + 2 * nv;
     let mix_rows = taps - 1 + rows;
-    let tap_major: Vec<f32> =
-        (0..taps).flat_map(|t| (0..channels).map(move |c| (t, c))).map(|(t, c)| input.conv[c * taps + t]).collect();
+    let tap_major: Vec<f32> = (0..taps)
+        .flat_map(|t| (0..channels).map(move |c| (t, c)))
+        .map(|(t, c)| input.conv[c * taps + t])
+        .collect();
     let mut convolved = vec![0f32; rows * channels];
     let state_size = nv * dv * dk;
     for b in 0..sizes.batch {
@@ -156,7 +171,10 @@ pub fn run(sizes: &Sizes, input: &Inputs<'_>, out: &mut Outputs<'_>) {
         let mix = &mut out.mix[b * mix_rows * channels..][..mix_rows * channels];
         let (old, new) = mix.split_at_mut((taps - 1) * channels);
         old.copy_from_slice(&input.tail[b * (taps - 1) * channels..][..(taps - 1) * channels]);
-        for (to, from) in new.chunks_exact_mut(channels).zip(packed.chunks_exact(packed_columns)) {
+        for (to, from) in new
+            .chunks_exact_mut(channels)
+            .zip(packed.chunks_exact(packed_columns))
+        {
             to.copy_from_slice(&from[..channels]);
         }
         let mix: &[f32] = mix;
@@ -172,7 +190,11 @@ pub fn run(sizes: &Sizes, input: &Inputs<'_>, out: &mut Outputs<'_>) {
         let state_in = &input.state[b * state_size..][..state_size];
         let per_row = if sizes.every_row { state_size } else { 0 };
         let states = Shared::new(out.states);
-        let states_at = b * if sizes.every_row { rows * state_size } else { state_size };
+        let states_at = b * if sizes.every_row {
+            rows * state_size
+        } else {
+            state_size
+        };
         let y = Shared::new(&mut out.y[b * rows * value_columns..][..rows * value_columns]);
         let convolved: &[f32] = &convolved;
         for_each(nv, rows * state_size * 4, |head| {

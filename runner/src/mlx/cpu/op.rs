@@ -52,7 +52,11 @@ struct Kernel {
     output_sizes: Vec<usize>,
 }
 
-unsafe extern "C" fn call(ctx: *mut c_void, inputs: *const *const c_void, outputs: *const *mut c_void) -> c_int {
+unsafe extern "C" fn call(
+    ctx: *mut c_void,
+    inputs: *const *const c_void,
+    outputs: *const *mut c_void,
+) -> c_int {
     // SAFETY: `ctx` is the kernel that `cpu_op` boxed; MLX frees it only after the last call.
     let kernel = unsafe { &*ctx.cast::<Kernel>() };
     // SAFETY: MLX passes one pointer for each declared input and output.
@@ -62,8 +66,12 @@ unsafe extern "C" fn call(ctx: *mut c_void, inputs: *const *const c_void, output
             std::slice::from_raw_parts(outputs, kernel.output_sizes.len()),
         )
     };
-    let buffers =
-        Buffers { inputs, outputs, input_sizes: &kernel.input_sizes, output_sizes: &kernel.output_sizes };
+    let buffers = Buffers {
+        inputs,
+        outputs,
+        input_sizes: &kernel.input_sizes,
+        output_sizes: &kernel.output_sizes,
+    };
     c_int::from(catch_unwind(AssertUnwindSafe(|| (kernel.run)(&buffers))).is_err())
 }
 
@@ -79,12 +87,19 @@ fn cpu_op(
     run: impl Fn(&Buffers<'_>) + Send + Sync + 'static,
 ) -> Result<Vec<Array>> {
     if let Some(other) = inputs.iter().find(|a| a.dtype() != Dtype::Float32) {
-        return Err(Exception::custom(format!("{} takes float32, got {:?}", name.to_string_lossy(), other.dtype())));
+        return Err(Exception::custom(format!(
+            "{} takes float32, got {:?}",
+            name.to_string_lossy(),
+            other.dtype()
+        )));
     }
     let kernel = Box::new(Kernel {
         run: Box::new(run),
         input_sizes: inputs.iter().map(|a| a.size()).collect(),
-        output_sizes: outputs.iter().map(|o| o.shape.iter().map(|&d| d as usize).product()).collect(),
+        output_sizes: outputs
+            .iter()
+            .map(|o| o.shape.iter().map(|&d| d as usize).product())
+            .collect(),
     });
     let declared: Vec<mlx_sys::lookahead_cpu_output> = outputs
         .iter()
@@ -116,7 +131,9 @@ fn cpu_op(
 }
 
 fn one(mut arrays: Vec<Array>) -> Result<Array> {
-    arrays.pop().ok_or_else(|| Exception::custom("operation without a result"))
+    arrays
+        .pop()
+        .ok_or_else(|| Exception::custom("operation without a result"))
 }
 
 /// See [`elementwise::rms_norm`]; x [..., D].
@@ -130,9 +147,14 @@ pub fn rms_norm(x: &Array, gain: &Array, eps: f32) -> Result<Array> {
 /// See [`elementwise::add_norm`]: the sum and its norm.
 pub fn add_norm(x: &Array, added: &Array, gain: &Array, eps: f32) -> Result<(Array, Array)> {
     let shape = x.shape();
-    let mut out = cpu_op(c"add_norm", &[x, added, gain], &[fresh(shape), fresh(shape)], move |b| {
-        elementwise::add_norm(b.input(0), b.input(1), b.input(2), eps, b.output(0), b.output(1));
-    })?;
+    let mut out = cpu_op(
+        c"add_norm",
+        &[x, added, gain],
+        &[fresh(shape), fresh(shape)],
+        move |b| {
+            elementwise::add_norm(b.input(0), b.input(1), b.input(2), eps, b.output(0), b.output(1));
+        },
+    )?;
     match (out.pop(), out.pop()) {
         (Some(normed), Some(sum)) => Ok((sum, normed)),
         _ => Err(Exception::custom("add_norm without results")),
@@ -176,17 +198,33 @@ pub fn delta_net(
 ) -> Result<DeltaResults> {
     let shape: DeltaShape = params.shape;
     let (batch, rows) = (packed.dim(0), packed.dim(1));
-    let sizes =
-        delta::Sizes { shape, batch: batch as usize, rows: rows as usize, eps: params.eps, every_row };
+    let sizes = delta::Sizes {
+        shape,
+        batch: batch as usize,
+        rows: rows as usize,
+        eps: params.eps,
+        every_row,
+    };
     let y_shape = [batch, rows, shape.value_columns()];
     let mix_shape = [batch, shape.taps - 1 + rows, shape.channels()];
     let (nv, dv, dk) = (shape.value_heads, shape.value_dim, shape.key_dim);
     let every = [batch, rows, nv, dv, dk];
     let last = [batch, nv, dv, dk];
     let states_shape: &[i32] = if every_row { &every } else { &last };
-    let inputs = [packed, tail, state, &params.conv, &params.decay, &params.dt_bias, &params.norm];
-    let mut out =
-        cpu_op(c"delta_net", &inputs, &[fresh(&y_shape), fresh(&mix_shape), fresh(states_shape)], move |b| {
+    let inputs = [
+        packed,
+        tail,
+        state,
+        &params.conv,
+        &params.decay,
+        &params.dt_bias,
+        &params.norm,
+    ];
+    let mut out = cpu_op(
+        c"delta_net",
+        &inputs,
+        &[fresh(&y_shape), fresh(&mix_shape), fresh(states_shape)],
+        move |b| {
             let input = delta::Inputs {
                 packed: b.input(0),
                 tail: b.input(1),
@@ -196,9 +234,14 @@ pub fn delta_net(
                 dt_bias: b.input(5),
                 norm: b.input(6),
             };
-            let mut output = delta::Outputs { y: b.output(0), mix: b.output(1), states: b.output(2) };
+            let mut output = delta::Outputs {
+                y: b.output(0),
+                mix: b.output(1),
+                states: b.output(2),
+            };
             delta::run(&sizes, &input, &mut output);
-        })?;
+        },
+    )?;
     match (out.pop(), out.pop(), out.pop()) {
         (Some(states), Some(mix), Some(y)) => Ok(DeltaResults { y, mix, states }),
         _ => Err(Exception::custom("delta_net without results")),
@@ -231,17 +274,38 @@ pub fn attention_prepare(
     let q_shape = [rows, heads.query as i32, heads.dim as i32];
     let outputs = [
         fresh(&q_shape),
-        Output { shape: keys.shape(), donor: Some(5) },
-        Output { shape: values.shape(), donor: Some(6) },
+        Output {
+            shape: keys.shape(),
+            donor: Some(5),
+        },
+        Output {
+            shape: values.shape(),
+            donor: Some(6),
+        },
     ];
     let mut out = cpu_op(
         c"attention_prepare",
         &[packed, gains.0, gains.1, cos, sin, keys, values],
         &outputs,
         move |b| {
-            let norms = attention::Norms { q: b.input(1), k: b.input(2), eps };
-            let target = attention::Append { before, keys: b.output(1), values: b.output(2) };
-            attention::prepare(heads, b.input(0), norms, (b.input(3), b.input(4)), b.output(0), target);
+            let norms = attention::Norms {
+                q: b.input(1),
+                k: b.input(2),
+                eps,
+            };
+            let target = attention::Append {
+                before,
+                keys: b.output(1),
+                values: b.output(2),
+            };
+            attention::prepare(
+                heads,
+                b.input(0),
+                norms,
+                (b.input(3), b.input(4)),
+                b.output(0),
+                target,
+            );
         },
     )?;
     match (out.pop(), out.pop(), out.pop()) {
@@ -260,8 +324,21 @@ pub fn attention(
 ) -> Result<Array> {
     let AttentionCall { heads, before, .. } = call;
     let shape = [1, packed.dim(1), (heads.query * heads.dim) as i32];
-    cpu_op(c"attention", &[packed, queries, keys, values], &[fresh(&shape)], move |b| {
-        attention::run(heads, b.input(0), b.input(1), b.input(2), b.input(3), before, b.output(0));
-    })
+    cpu_op(
+        c"attention",
+        &[packed, queries, keys, values],
+        &[fresh(&shape)],
+        move |b| {
+            attention::run(
+                heads,
+                b.input(0),
+                b.input(1),
+                b.input(2),
+                b.input(3),
+                before,
+                b.output(0),
+            );
+        },
+    )
     .and_then(one)
 }

@@ -93,7 +93,12 @@ pub fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
 pub fn dot<const FMA: bool>(a: &[f32], b: &[f32]) -> f32 {
     let mut acc = [0f32; LANES];
     let (ac, bc) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    let tail: f32 = ac.remainder().iter().zip(bc.remainder()).map(|(x, y)| x * y).sum();
+    let tail: f32 = ac
+        .remainder()
+        .iter()
+        .zip(bc.remainder())
+        .map(|(x, y)| x * y)
+        .sum();
     for (x, y) in ac.zip(bc) {
         for i in 0..LANES {
             acc[i] = madd::<FMA>(x[i], y[i], acc[i]);
@@ -200,7 +205,10 @@ mod tests {
             let error = ((f64::from(exp::<false>(x)) - exact) / exact).abs();
             worst = worst.max(error);
         }
-        assert!(worst < 3.0 * f64::from(f32::EPSILON), "worst relative error {worst}");
+        assert!(
+            worst < 3.0 * f64::from(f32::EPSILON),
+            "worst relative error {worst}"
+        );
         assert_eq!(exp::<false>(-1e4), 0.0);
         assert!(exp::<false>(1e4).is_finite());
         assert!(exp::<false>(f32::NAN).is_nan());
@@ -220,7 +228,10 @@ mod tests {
             let a: Vec<f32> = (0..len).map(|i| i as f32 * 0.5 - 3.0).collect();
             let b: Vec<f32> = (0..len).map(|i| 1.0 - i as f32 * 0.25).collect();
             let exact: f64 = a.iter().zip(&b).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum();
-            assert!((f64::from(dot::<false>(&a, &b)) - exact).abs() < 1e-3, "length {len}");
+            assert!(
+                (f64::from(dot::<false>(&a, &b)) - exact).abs() < 1e-3,
+                "length {len}"
+            );
         }
     }
 }

@@ -24,14 +24,17 @@ struct Masks {
 impl Masks {
     fn new(c: i32) -> Self {
         let build = |f: &dyn Fn(i32, i32) -> bool| -> Array {
-            let values: Vec<f32> =
-                (0..c * c).map(|at| if f(at / c, at % c) { 1.0 } else { 0.0 }).collect();
+            let values: Vec<f32> = (0..c * c)
+                .map(|at| if f(at / c, at % c) { 1.0 } else { 0.0 })
+                .collect();
             Array::from_slice(&values, &[c, c])
         };
         let mut stages = Vec::new();
         let mut s = 1;
         while s < c {
-            stages.push(build(&|i, j| i / (2 * s) == j / (2 * s) && (i / s) % 2 == 1 && (j / s) % 2 == 0));
+            stages.push(build(&|i, j| {
+                i / (2 * s) == j / (2 * s) && (i / s) % 2 == 1 && (j / s) % 2 == 0
+            }));
             s *= 2;
         }
         Self {
@@ -63,7 +66,9 @@ pub(super) fn chunks(p: &Prepared, state: &Array) -> Result<(Array, Array)> {
     let masks = Masks::new(CHUNK);
     // [B, L, H, X] → [B, N, H, C, X]
     let split = |x: &Array, heads: i32, dim: i32| -> Result<Array> {
-        pad_rows(x, padded)?.reshape(&[batch, count, CHUNK, heads, dim])?.transpose_axes(&[0, 1, 3, 2, 4])
+        pad_rows(x, padded)?
+            .reshape(&[batch, count, CHUNK, heads, dim])?
+            .transpose_axes(&[0, 1, 3, 2, 4])
     };
     let q_heads = split(&p.q, shape.key_heads, dk)?;
     let k_heads = split(&p.k, shape.key_heads, dk)?;
@@ -82,7 +87,10 @@ pub(super) fn chunks(p: &Prepared, state: &Array) -> Result<(Array, Array)> {
     let lower = masks.lower.gt(&zero)?;
     let exponent = select(&lower, &g.subtract(&g_row)?, &zero)?;
     let gamma = exp(&exponent)?.multiply(&masks.lower)?;
-    let a = kk.multiply(&gamma)?.multiply(&masks.strictly_lower)?.multiply(&beta)?;
+    let a = kk
+        .multiply(&gamma)?
+        .multiply(&masks.strictly_lower)?
+        .multiply(&beta)?;
     let x = unit_lower_inverse(&a, &masks)?;
     let grown = exp(&g)?;
     let u = matmul(&x, &v.multiply(&beta)?)?;

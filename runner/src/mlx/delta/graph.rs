@@ -65,14 +65,22 @@ pub(super) fn prepare(params: &DeltaParams, mix: &Array, input: &DeltaInput<'_>)
     // x / sqrt(sum x^2 + 1e-6) is the root-mean-square norm with epsilon 1e-6 / dk, times dk^-1/2.
     let dk = shape.key_dim as f32;
     let eps = 1e-6 / dk;
-    let q = rms_norm(heads(0, shape.key_heads, shape.key_dim)?, None, eps)?.multiply(Array::from_f32(1.0 / dk))?;
+    let q = rms_norm(heads(0, shape.key_heads, shape.key_dim)?, None, eps)?
+        .multiply(Array::from_f32(1.0 / dk))?;
     let k = rms_norm(heads(keys, shape.key_heads, shape.key_dim)?, None, eps)?
         .multiply(Array::from_f32(dk.powf(-0.5)))?;
     let v = heads(2 * keys, shape.value_heads, shape.value_dim)?;
     let a = ops::cast(input.a, F32)?.add(&params.dt_bias)?;
     let g = logaddexp(&a, Array::from_f32(0.0))?.multiply(&params.decay)?;
     let beta = sigmoid(&ops::cast(input.b, F32)?)?;
-    Ok(Prepared { shape, q, k, v, g, beta })
+    Ok(Prepared {
+        shape,
+        q,
+        k,
+        v,
+        g,
+        beta,
+    })
 }
 
 /// Gives every value head its key head: [B, L, nk, dk] → [B, L, nv, dk].

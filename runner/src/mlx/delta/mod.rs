@@ -123,10 +123,21 @@ pub fn cpu_net(
     state: &Array,
     keep: Keep<'_>,
 ) -> Result<DeltaOutput> {
-    fused_net(params, packed, tail, state, keep, |packed, tail, state, every_row| {
-        let r = cpu::op::delta_net(params, packed, tail, state, every_row)?;
-        Ok(Fused { y: r.y, mix: r.mix, states: r.states })
-    })
+    fused_net(
+        params,
+        packed,
+        tail,
+        state,
+        keep,
+        |packed, tail, state, every_row| {
+            let r = cpu::op::delta_net(params, packed, tail, state, every_row)?;
+            Ok(Fused {
+                y: r.y,
+                mix: r.mix,
+                states: r.states,
+            })
+        },
+    )
 }
 
 /// The same as fused kernels on the GPU, in the type of `packed`.
@@ -138,10 +149,21 @@ pub fn gpu_net(
     keep: Keep<'_>,
 ) -> Result<DeltaOutput> {
     let kernels = gpu::kernels()?;
-    fused_net(params, packed, tail, state, keep, |packed, tail, state, every_row| {
-        let r = kernels.delta_net(params, packed, tail, state, every_row)?;
-        Ok(Fused { y: r.y, mix: r.mix, states: r.states })
-    })
+    fused_net(
+        params,
+        packed,
+        tail,
+        state,
+        keep,
+        |packed, tail, state, every_row| {
+            let r = kernels.delta_net(params, packed, tail, state, every_row)?;
+            Ok(Fused {
+                y: r.y,
+                mix: r.mix,
+                states: r.states,
+            })
+        },
+    )
 }
 
 /// A cut splits the call in two.
@@ -158,7 +180,13 @@ fn fused_net(
         Keep::Rows => {
             let r = run(packed, tail, state, true)?;
             let last = ops::slice_axis(&r.states, 1, rows - 1, rows)?.reshape(state.shape())?;
-            return Ok(DeltaOutput { y: r.y, mix: r.mix, last, rows: Some(r.states), cuts: Vec::new() });
+            return Ok(DeltaOutput {
+                y: r.y,
+                mix: r.mix,
+                last,
+                rows: Some(r.states),
+                cuts: Vec::new(),
+            });
         }
         Keep::Last => &[],
         Keep::Cuts(cuts) => cuts,
@@ -188,7 +216,13 @@ fn fused_net(
             concatenate(&parts, 1)
         }
     };
-    Ok(DeltaOutput { y: join(ys)?, mix: join(mixes)?, last: state, rows: None, cuts: kept })
+    Ok(DeltaOutput {
+        y: join(ys)?,
+        mix: join(mixes)?,
+        last: state,
+        rows: None,
+        cuts: kept,
+    })
 }
 
 /// The mixer as plain graph operations: the reference that kernels are held against, and the fallback.
@@ -221,9 +255,19 @@ pub fn graph_net(params: &DeltaParams, input: &DeltaInput<'_>, keep: Keep<'_>) -
         }
         from = to;
     }
-    let o = if outputs.len() == 1 { outputs.remove(0) } else { concatenate(&outputs, 1)? };
+    let o = if outputs.len() == 1 {
+        outputs.remove(0)
+    } else {
+        concatenate(&outputs, 1)?
+    };
     let y = graph::gated_norm(params, &o, input.z)?;
-    Ok(DeltaOutput { y: ops::cast(&y, input.mix.dtype())?, mix, last: state, rows: kept_rows, cuts: kept_cuts })
+    Ok(DeltaOutput {
+        y: ops::cast(&y, input.mix.dtype())?,
+        mix,
+        last: state,
+        rows: kept_rows,
+        cuts: kept_cuts,
+    })
 }
 
 pub(crate) const F32: Dtype = Dtype::Float32;

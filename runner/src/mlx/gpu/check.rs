@@ -44,9 +44,19 @@ pub fn differences(rows: i32, batch: i32, shape: DeltaShape) -> Result<Vec<(&'st
     let (c, v, h) = (shape.channels(), shape.value_columns(), shape.value_heads);
     let part = |from: i32, width: i32| ops::slice_axis(&packed, 2, from, from + width);
     let (mix, z, b, a) = (part(0, c)?, part(c, v)?, part(c + v, h)?, part(c + v + h, h)?);
-    let input = DeltaInput { mix: &mix, z: &z, b: &b, a: &a, tail: &tail, state: &state };
+    let input = DeltaInput {
+        mix: &mix,
+        z: &z,
+        b: &b,
+        a: &a,
+        tail: &tail,
+        state: &state,
+    };
     let mut out = Vec::new();
-    for (name, last, keep) in [("delta", true, Keep::Last), ("delta, every row", false, Keep::Rows)] {
+    for (name, last, keep) in [
+        ("delta", true, Keep::Last),
+        ("delta, every row", false, Keep::Rows),
+    ] {
         let wanted = graph_net(&params, &input, keep)?;
         let got = gpu_net(&params, &packed, &tail, &state, keep)?;
         let states = if last {
@@ -57,7 +67,12 @@ pub fn differences(rows: i32, batch: i32, shape: DeltaShape) -> Result<Vec<(&'st
                 _ => return Err(Exception::custom("states of every row are missing")),
             }
         };
-        out.push((name, apart(&got.y, &wanted.y)?.max(apart(&got.mix, &wanted.mix)?).max(states)));
+        out.push((
+            name,
+            apart(&got.y, &wanted.y)?
+                .max(apart(&got.mix, &wanted.mix)?)
+                .max(states),
+        ));
     }
     let kernels = kernels()?;
     let x = noise(&[rows, 96], 8);
@@ -69,7 +84,9 @@ pub fn differences(rows: i32, batch: i32, shape: DeltaShape) -> Result<Vec<(&'st
     out.push(("add_norm", apart(&got_sum, &sum)?.max(apart(&got, &wanted)?)));
     out.push(("norm", apart(&kernels.norm(&sum, &gain, 1e-6)?, &wanted)?));
     let gate = ops::slice_axis(&x, 1, 0, 48)?;
-    let wanted = gate.multiply(&sigmoid(&gate)?)?.multiply(&ops::slice_axis(&x, 1, 48, 96)?)?;
+    let wanted = gate
+        .multiply(&sigmoid(&gate)?)?
+        .multiply(&ops::slice_axis(&x, 1, 48, 96)?)?;
     out.push(("swiglu", apart(&kernels.swiglu(&x)?, &wanted)?));
     out.push(("attention", attention(rows)?));
     Ok(out)
@@ -77,12 +94,17 @@ pub fn differences(rows: i32, batch: i32, shape: DeltaShape) -> Result<Vec<(&'st
 
 fn attention(rows: i32) -> Result<f32> {
     let kernels = kernels()?;
-    let heads = Heads { query: 4, kv: 2, dim: 64 };
+    let heads = Heads {
+        query: 4,
+        kv: 2,
+        dim: 64,
+    };
     let packed = noise(&[1, rows, (2 * 4 + 2 * 2) * 64], 11);
     let (q_gain, k_gain) = (noise(&[64], 12), noise(&[64], 13));
     let half = 8;
-    let angles: Vec<f32> =
-        (0..rows * half).map(|i| (i / half + 3) as f32 * 100f32.powf(-((i % half) as f32) / half as f32)).collect();
+    let angles: Vec<f32> = (0..rows * half)
+        .map(|i| (i / half + 3) as f32 * 100f32.powf(-((i % half) as f32) / half as f32))
+        .collect();
     let angles = Array::from_slice(&angles, &[rows, half]);
     let (cos, sin) = (angles.cos()?, angles.sin()?);
     let (q, k, v) = kernels.attention_prepare(heads, &packed, (&q_gain, &k_gain), 1e-6, (&cos, &sin))?;
@@ -97,7 +119,10 @@ fn attention(rows: i32) -> Result<f32> {
         if gain.is_none() {
             return Ok(x);
         }
-        let (a, b) = (ops::slice_axis(&x, 3, 0, half)?, ops::slice_axis(&x, 3, half, 2 * half)?);
+        let (a, b) = (
+            ops::slice_axis(&x, 3, 0, half)?,
+            ops::slice_axis(&x, 3, half, 2 * half)?,
+        );
         let first = a.multiply(&cos)?.subtract(&b.multiply(&sin)?)?;
         let second = b.multiply(&cos)?.add(&a.multiply(&sin)?)?;
         mlx_rs::ops::concatenate(&[first, second, ops::slice_axis(&x, 3, 2 * half, 64)?], 3)
@@ -112,10 +137,23 @@ fn attention(rows: i32) -> Result<f32> {
     let got = kernels.attention_rows(heads, &q, &keys, &values, before, &packed)?;
     let held = |a: &Array| ops::slice_axis(a, 2, 0, before + rows);
     let causal = mlx_rs::fast::ScaledDotProductAttentionMask::Causal;
-    let o = mlx_rs::fast::scaled_dot_product_attention(&q, held(&keys)?, held(&values)?, 0.125, Some(causal), None)?;
-    let wanted = o.transpose_axes(&[0, 2, 1, 3])?.multiply(&sigmoid(&gate)?)?.reshape(&[1, rows, 256])?;
+    let o = mlx_rs::fast::scaled_dot_product_attention(
+        &q,
+        held(&keys)?,
+        held(&values)?,
+        0.125,
+        Some(causal),
+        None,
+    )?;
+    let wanted = o
+        .transpose_axes(&[0, 2, 1, 3])?
+        .multiply(&sigmoid(&gate)?)?
+        .reshape(&[1, rows, 256])?;
     worst = worst.max(apart(&got, &wanted)?);
-    let wanted = q.transpose_axes(&[0, 2, 1, 3])?.multiply(&sigmoid(&gate)?)?.reshape(&[1, rows, 256])?;
+    let wanted = q
+        .transpose_axes(&[0, 2, 1, 3])?
+        .multiply(&sigmoid(&gate)?)?
+        .reshape(&[1, rows, 256])?;
     Ok(worst.max(apart(&kernels.attention_gate(heads, &q, &packed)?, &wanted)?))
 }
 
@@ -123,11 +161,19 @@ fn attention(rows: i32) -> Result<f32> {
 pub fn check() -> std::result::Result<(), String> {
     /// Far above float32 rounding at these sizes, far below any mistake.
     const TOLERANCE: f32 = 1e-3;
-    let shape = DeltaShape { key_heads: 2, value_heads: 4, key_dim: 64, value_dim: 32, taps: 4 };
+    let shape = DeltaShape {
+        key_heads: 2,
+        value_heads: 4,
+        key_dim: 64,
+        value_dim: 32,
+        taps: 4,
+    };
     for rows in [1, 5] {
         let found = differences(rows, 2, shape).map_err(|error| ops::explain(&error))?;
         if let Some((name, by)) = found.iter().find(|(_, by)| by.is_nan() || *by > TOLERANCE) {
-            return Err(format!("kernel {name} differs from plain operations by {by} at {rows} rows"));
+            return Err(format!(
+                "kernel {name} differs from plain operations by {by} at {rows} rows"
+            ));
         }
     }
     Ok(())

@@ -122,7 +122,9 @@ impl Kernel {
         let names: Vec<CString> = call
             .ints
             .iter()
-            .map(|(name, _)| CString::new(*name).map_err(|_| Exception::custom("constant with a NUL in its name")))
+            .map(|(name, _)| {
+                CString::new(*name).map_err(|_| Exception::custom("constant with a NUL in its name"))
+            })
             .collect::<Result<_>>()?;
         let [gx, gy, gz] = call.grid;
         let [tx, ty, tz] = call.group;

@@ -90,7 +90,12 @@ impl Kernels {
                 source::DELTA,
             )?,
             gated_norm: make("gated_norm", &["o", "packed", "norm"], &["y"], source::GATED_NORM)?,
-            add_norm: make("add_norm", &["x", "added", "gain"], &["sum", "normed"], source::ADD_NORM)?,
+            add_norm: make(
+                "add_norm",
+                &["x", "added", "gain"],
+                &["sum", "normed"],
+                source::ADD_NORM,
+            )?,
             norm: make("norm", &["x", "gain"], &["normed"], source::NORM)?,
             swiglu: make("swiglu", &["gate_up"], &["y"], source::SWIGLU)?,
             prepare: make(
@@ -130,7 +135,10 @@ impl Kernels {
         let dtype = packed.dtype();
         let mut out = self.conv.call(&Call {
             inputs: &[packed, tail, &params.conv],
-            outputs: &[(&[batch, rows, c], Dtype::Float32), (&[batch, old + rows, c], dtype)],
+            outputs: &[
+                (&[batch, rows, c], Dtype::Float32),
+                (&[batch, old + rows, c], dtype),
+            ],
             ints: &[("C", c), ("P", columns), ("TAPS", s.taps)],
             dtype,
             grid: [c, rows + old, batch],
@@ -143,7 +151,10 @@ impl Kernels {
         let states_shape: &[i32] = if every_row { &every } else { &last };
         let mut out = self.delta.call(&Call {
             inputs: &[&x, packed, state, &params.decay, &params.dt_bias],
-            outputs: &[(&[batch, rows, nv, dv], Dtype::Float32), (states_shape, Dtype::Float32)],
+            outputs: &[
+                (&[batch, rows, nv, dv], Dtype::Float32),
+                (states_shape, Dtype::Float32),
+            ],
             ints: &[
                 ("C", c),
                 ("P", columns),
@@ -161,12 +172,22 @@ impl Kernels {
         let mut out = self.gated_norm.call(&Call {
             inputs: &[&o, packed, &params.norm],
             outputs: &[(&[batch, rows, nv * dv], dtype)],
-            ints: &[("C", c), ("P", columns), ("NV", nv), ("DV", dv), ("EPS", bits(params.eps))],
+            ints: &[
+                ("C", c),
+                ("P", columns),
+                ("NV", nv),
+                ("DV", dv),
+                ("EPS", bits(params.eps)),
+            ],
             dtype,
             grid: [32, nv, batch * rows],
             group: [32, 1, 1],
         })?;
-        Ok(DeltaResults { y: one(&mut out)?, mix, states })
+        Ok(DeltaResults {
+            y: one(&mut out)?,
+            mix,
+            states,
+        })
     }
 
     /// `x + added` and its norm, in the type of `x`.
@@ -235,8 +256,18 @@ impl Kernels {
         let dtype = packed.dtype();
         let mut out = self.prepare.call(&Call {
             inputs: &[packed, gains.0, gains.1, table.0, table.1],
-            outputs: &[(&[1, h, rows, d], dtype), (&[1, kv, rows, d], dtype), (&[1, kv, rows, d], dtype)],
-            ints: &[("H", h), ("KV", kv), ("D", d), ("HALF", table.0.dim(1)), ("EPS", bits(eps))],
+            outputs: &[
+                (&[1, h, rows, d], dtype),
+                (&[1, kv, rows, d], dtype),
+                (&[1, kv, rows, d], dtype),
+            ],
+            ints: &[
+                ("H", h),
+                ("KV", kv),
+                ("D", d),
+                ("HALF", table.0.dim(1)),
+                ("EPS", bits(eps)),
+            ],
             dtype,
             grid: [32, h + 2 * kv, rows],
             group: [32, 1, 1],
@@ -303,7 +334,8 @@ fn bits(value: f32) -> i32 {
 }
 
 fn one(out: &mut Vec<Array>) -> Result<Array> {
-    out.pop().ok_or_else(|| mlx_rs::error::Exception::custom("kernel without a result"))
+    out.pop()
+        .ok_or_else(|| mlx_rs::error::Exception::custom("kernel without a result"))
 }
 
 /// The last result and the one before it.

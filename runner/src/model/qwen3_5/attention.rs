@@ -66,13 +66,19 @@ impl Attention {
     fn forward_gpu(&self, x: &Array, table: (&Array, &Array), cache: &mut KvCache) -> Result<Array> {
         let kernels = gpu::kernels()?;
         let packed = self.qkv.joined(x)?;
-        let heads = gpu::Heads { query: self.heads, kv: self.kv_heads, dim: self.head_dim };
+        let heads = gpu::Heads {
+            query: self.heads,
+            kv: self.kv_heads,
+            dim: self.head_dim,
+        };
         let gains = (&self.q_norm.gain, &self.k_norm.gain);
         let (q, k, v) = kernels.attention_prepare(heads, &packed, gains, self.q_norm.eps, table)?;
         let (before, rows) = (cache.offset(), x.dim(1));
         let (keys, values) = cache.append(&k, &v)?;
         if rows <= FEW_ROWS && before + rows <= gpu::ROWS_SLOTS && self.head_dim % 32 == 0 {
-            let (keys, values) = cache.buffers().ok_or_else(|| Exception::custom("appended to no buffer"))?;
+            let (keys, values) = cache
+                .buffers()
+                .ok_or_else(|| Exception::custom("appended to no buffer"))?;
             let y = kernels.attention_rows(heads, &q, keys, values, before, &packed)?;
             return self.out.forward(&y);
         }
@@ -89,7 +95,11 @@ impl Attention {
             kv: self.kv_heads as usize,
             dim: self.head_dim as usize,
         };
-        let call = AttentionCall { heads, eps: self.q_norm.eps, before: cache.offset() as usize };
+        let call = AttentionCall {
+            heads,
+            eps: self.q_norm.eps,
+            before: cache.offset() as usize,
+        };
         let gains = (&self.q_norm.gain, &self.k_norm.gain);
         let mut queries = None;
         let shape = [1, self.kv_heads, self.head_dim];
@@ -99,7 +109,8 @@ impl Attention {
             Ok((k, v))
         })?;
         let queries = queries.ok_or_else(|| Exception::custom("attention without queries"))?;
-        self.out.forward(&cpu::op::attention(call, &packed, &queries, &keys, &values)?)
+        self.out
+            .forward(&cpu::op::attention(call, &packed, &queries, &keys, &values)?)
     }
 
     /// Arrays held.

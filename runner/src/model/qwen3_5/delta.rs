@@ -50,8 +50,20 @@ impl DeltaLayer {
             (false, false) => Keep::Cuts(&relative),
         };
         let output = match self.path {
-            Path::Cpu => cpu_net(&self.params, &self.input.joined(x)?, &start.conv, &start.state, keep)?,
-            Path::Gpu => gpu_net(&self.params, &self.input.joined(x)?, &start.conv, &start.state, keep)?,
+            Path::Cpu => cpu_net(
+                &self.params,
+                &self.input.joined(x)?,
+                &start.conv,
+                &start.state,
+                keep,
+            )?,
+            Path::Gpu => gpu_net(
+                &self.params,
+                &self.input.joined(x)?,
+                &start.conv,
+                &start.state,
+                keep,
+            )?,
             Path::Graph => {
                 let parts = self.input.forward(x)?;
                 let input = DeltaInput {
@@ -68,14 +80,29 @@ impl DeltaLayer {
         let tail_rows = shape.taps - 1;
         let tail_after = |row: i32| ops::slice_axis(&output.mix, 1, row, row + tail_rows);
         for ((slot, row), state) in cuts.iter().zip(&relative).zip(&output.cuts) {
-            cache.capture(*slot, &RecurrentState { conv: tail_after(*row)?, state: state.clone() })?;
+            cache.capture(
+                *slot,
+                &RecurrentState {
+                    conv: tail_after(*row)?,
+                    state: state.clone(),
+                },
+            )?;
         }
         let mut conv = tail_after(rows)?;
         if rows >= COMPACT_FROM {
             conv = ops::compact(&conv)?;
         }
-        let kept = output.rows.map(|states| StateRows { mix: output.mix.clone(), states });
-        cache.set(RecurrentState { conv, state: output.last }, kept);
+        let kept = output.rows.map(|states| StateRows {
+            mix: output.mix.clone(),
+            states,
+        });
+        cache.set(
+            RecurrentState {
+                conv,
+                state: output.last,
+            },
+            kept,
+        );
         self.out.forward(&output.y)
     }
 
@@ -83,7 +110,12 @@ impl DeltaLayer {
     pub fn arrays(&self) -> Vec<&Array> {
         let mut out = self.input.arrays();
         out.extend(self.out.arrays());
-        out.extend([&self.params.conv, &self.params.decay, &self.params.dt_bias, &self.params.norm]);
+        out.extend([
+            &self.params.conv,
+            &self.params.decay,
+            &self.params.dt_bias,
+            &self.params.norm,
+        ]);
         out
     }
 }

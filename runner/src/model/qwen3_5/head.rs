@@ -36,14 +36,20 @@ impl DraftModel for MtpHead {
     }
 
     fn forward(&self, batch: &Batch<'_>, _target: &Caches, draft: &mut Caches) -> Result<Array> {
-        let hidden =
-            batch.conditioning.ok_or_else(|| Exception::custom("the head needs the trunk's states"))?;
-        let embedded = self.embedding_norm.forward(&self.vocabulary.embed(batch.ids, batch.media)?)?;
+        let hidden = batch
+            .conditioning
+            .ok_or_else(|| Exception::custom("the head needs the trunk's states"))?;
+        let embedded = self
+            .embedding_norm
+            .forward(&self.vocabulary.embed(batch.ids, batch.media)?)?;
         let conditioned = self.hidden_norm.forward(hidden)?;
         let x = self.join.forward(&concatenate(&[embedded, conditioned], 2)?)?;
         let offset = draft.offset();
         let rotation = self.rope.rotation(&batch.positions, batch.rows());
-        let cache = draft.layers.first_mut().ok_or_else(|| Exception::custom("draft cache without a layer"))?;
+        let cache = draft
+            .layers
+            .first_mut()
+            .ok_or_else(|| Exception::custom("draft cache without a layer"))?;
         let mut stream = Stream::new(x);
         self.layer.forward(&mut stream, &rotation, offset, cache)?;
         draft.advance(batch.rows());

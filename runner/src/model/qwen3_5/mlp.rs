@@ -63,7 +63,9 @@ impl SwiGlu {
             return self.down.forward(&cpu::op::swiglu(&self.gate_up.joined(x)?)?);
         }
         if self.path == Path::Gpu {
-            return self.down.forward(&gpu::kernels()?.swiglu(&self.gate_up.joined(x)?)?);
+            return self
+                .down
+                .forward(&gpu::kernels()?.swiglu(&self.gate_up.joined(x)?)?);
         }
         let parts = self.gate_up.forward(x)?;
         self.down.forward(&swiglu(&parts[0], &parts[1])?)

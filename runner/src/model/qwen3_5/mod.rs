@@ -186,7 +186,11 @@ impl Qwen35 {
 
     /// Logits a token.
     pub fn vocabulary_size(&self) -> i32 {
-        self.vocabulary.lm_head.as_ref().unwrap_or(&self.vocabulary.embed).outputs()
+        self.vocabulary
+            .lm_head
+            .as_ref()
+            .unwrap_or(&self.vocabulary.embed)
+            .outputs()
     }
 }
 

@@ -59,7 +59,10 @@ impl Stream {
 
     /// Adds a block's output.
     pub fn add(&mut self, block: Array) {
-        debug_assert!(self.added.is_none(), "every block reads the stream before it adds to it");
+        debug_assert!(
+            self.added.is_none(),
+            "every block reads the stream before it adds to it"
+        );
         self.added = Some(block);
     }
 

@@ -50,7 +50,10 @@ impl Rope {
                     2 if j < 3 * self.sections[2] => 2,
                     _ => 0,
                 };
-                (axis, f64::from(self.theta).powf(-2.0 * f64::from(j) / f64::from(self.dims)))
+                (
+                    axis,
+                    f64::from(self.theta).powf(-2.0 * f64::from(j) / f64::from(self.dims)),
+                )
             })
             .collect();
         let mut cos = Vec::with_capacity((rows * half) as usize);
@@ -62,7 +65,10 @@ impl Rope {
                 sin.push(angle.sin() as f32);
             }
         }
-        Rotation::Table(Array::from_slice(&cos, &[rows, half]), Array::from_slice(&sin, &[rows, half]))
+        Rotation::Table(
+            Array::from_slice(&cos, &[rows, half]),
+            Array::from_slice(&sin, &[rows, half]),
+        )
     }
 
     /// Rotates `x` [B, H, L, D].
