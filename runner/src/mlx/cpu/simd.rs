@@ -218,7 +218,7 @@ mod tests {
     fn softplus_and_sigmoid_hold_at_the_ends() {
         assert_eq!(softplus(200.0), 200.0);
         assert!(softplus(-200.0) >= 0.0);
-        assert_eq!(sigmoid::<false>(-200.0), 0.0);
+        assert!(sigmoid::<false>(-200.0) < 1e-37);
         assert_eq!(sigmoid::<false>(200.0), 1.0);
     }
 
