@@ -17,7 +17,7 @@ fn active_memory_is_flat_over_200_requests() {
     let mut after_20 = 0;
     for n in 0..200 {
         let sampling = if n % 3 == 0 { json!(1.0) } else { json!(0) };
-        let more = json!({"options": {"temperature": sampling, "num_predict": 12, "ignore_eos": true}});
+        let more = json!({"options": {"temperature": sampling, "num_predict": 6, "ignore_eos": true}});
         let request = match n % 4 {
             0 => tokens("a", &golden_of("code").ids, more),
             1 => tokens("a", &long_prompt(100 + n), more),
@@ -48,7 +48,7 @@ fn a_long_generation_holds_its_context_and_no_graphs() {
     let mut runner = Process::runner(&["--cache-device", "0"]);
     runner.ready();
     for draft in [json!({"mode": "off"}), json!({"mode": "fixed", "depth": 2})] {
-        let more = json!({"options": {"temperature": 0, "num_predict": 1500, "ignore_eos": true}});
+        let more = json!({"options": {"temperature": 0, "num_predict": 600, "ignore_eos": true}});
         runner
             .ask(&drafting(tokens("a", &golden_of("code").ids, more), &draft))
             .done();
@@ -56,7 +56,7 @@ fn a_long_generation_holds_its_context_and_no_graphs() {
     let end = memory(&mut runner);
     let peak = end["peak"].as_u64().unwrap() - end["weights"].as_u64().unwrap();
     println!(
-        "peak above the weights over two generations of 1500 tokens: {} KiB",
+        "peak above the weights over two generations of 600 tokens: {} KiB",
         peak >> 10
     );
     // Two layers and a head of 2 heads by 64 by 4 bytes, keys and values: 3 KiB a token, with room for growth and one round.
