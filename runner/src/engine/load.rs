@@ -170,7 +170,7 @@ fn gpu_path(backend: Backend, config: &ModelConfig) -> Path {
     if !gpu::install(backend) {
         return Path::Graph;
     }
-    if config.delta.key_dim % 32 != 0 {
+    if !config.delta.key_dim.is_multiple_of(32) {
         tracing::warn!(
             "key heads of {} columns: the fused kernels take multiples of 32",
             config.delta.key_dim

@@ -25,8 +25,8 @@ pub fn decode(bytes: &Array, factors: &Array, [rows, cols]: [i32; 2]) -> Result<
             .reshape(&shape);
     }
     let index = |n: i32, block: i32| Array::from_slice(&(0..n).map(|i| i / block).collect::<Vec<_>>(), &[n]);
-    let factors = take_axis(&factors, &index(out, rows), -2)?;
-    values.multiply(&take_axis(&factors, &index(input, cols), -1)?)
+    let factors = take_axis(&factors, index(out, rows), -2)?;
+    values.multiply(&take_axis(&factors, index(input, cols), -1)?)
 }
 
 #[cfg(test)]

@@ -103,7 +103,11 @@ impl VisionTower {
     pub fn forward(&self, values: &[f32], grid_rows: usize, grid_cols: usize) -> Result<Array> {
         let (merge, width) = (self.config.spatial_merge_size, self.config.patch_values());
         let rows = grid_rows * grid_cols;
-        if rows == 0 || grid_rows % merge != 0 || grid_cols % merge != 0 || values.len() != rows * width {
+        if rows == 0
+            || !grid_rows.is_multiple_of(merge)
+            || !grid_cols.is_multiple_of(merge)
+            || values.len() != rows * width
+        {
             return Err(Exception::custom(format!(
                 "a grid of {grid_rows} x {grid_cols} patches doesn't fit {} values",
                 values.len()
@@ -138,8 +142,8 @@ impl VisionTower {
         let n = order.len() as i32;
         let mut sum: Option<Array> = None;
         for (index, weight) in &corners {
-            let rows = take_axis(&self.positions, &Array::from_slice(index, &[n]), 0)?;
-            let part = rows.multiply(&Array::from_slice(weight, &[n, 1]))?;
+            let rows = take_axis(&self.positions, Array::from_slice(index, &[n]), 0)?;
+            let part = rows.multiply(Array::from_slice(weight, &[n, 1]))?;
             sum = Some(match sum {
                 Some(sum) => sum.add(&part)?,
                 None => part,
