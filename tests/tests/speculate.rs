@@ -1,5 +1,6 @@
 //! Drafting through the process, on the trained model: the same tokens, the same distribution, the rates of the reference,
 //! and nothing kept. The ordinary tests are samples of the ignored ones, which run for minutes.
+#![expect(clippy::unwrap_used, reason = "a figure that is missing fails the test")]
 
 use std::collections::BTreeMap;
 
