@@ -6,7 +6,7 @@
 //! The generator is SplitMix (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014): a Weyl sequence with a
 //! stream's own odd increment, passed through a mixing function. The 64-bit form turns (seed, position, purpose) into a
 //! [`RowKey`]; the 32-bit form, keyed by it, gives one word for each token id. Only the latter runs on the device
-//! ([`super::noise`]), where 32-bit multiply, add, xor and shift exist on every backend.
+//! (`noise`), where 32-bit multiply, add, xor and shift exist on every backend.
 //!
 //! What is guaranteed across backends: the words, and everything derived from a whole row on the host ([`uniform`]). The float32
 //! exponentials made from words on a device pass through its `log1p`, whose last bit may differ between backends; within one

@@ -3,8 +3,8 @@
 //! Invariant: the order of candidates is falling logit, equal logits by rising id, exactly; what top-k, top-p and min-p keep
 //! follows from that order alone. A row whose largest logit isn't finite, or that holds a NaN, yields no probabilities at all.
 //!
-//! This is the whole sampler in plain loops: the CPU backend runs it as one operation ([`super::fused`]), and the graph for
-//! GPUs ([`super::graph`]) computes the same in tensor operations.
+//! This is the whole sampler in plain loops: the CPU backend runs it as one operation (`fused`), and the graph for
+//! GPUs (`graph`) computes the same in tensor operations.
 
 use std::cmp::Ordering;
 
