@@ -1,4 +1,4 @@
-//! MLX's allocator figures and limits, in bytes.
+//! MLX's allocator figures, in bytes.
 //!
 //! Invariant: a figure that MLX can't give reads as zero; asking never fails a request.
 
@@ -26,14 +26,4 @@ pub fn usage() -> Usage {
 /// Gives buffers kept for reuse back to the system.
 pub fn clear_cache() {
     let _ = mlx_rs::memory::clear_cache();
-}
-
-/// Bounds the buffers kept for reuse.
-pub fn set_cache_limit(bytes: u64) {
-    let _ = mlx_rs::memory::set_cache_limit(usize::try_from(bytes).unwrap_or(usize::MAX));
-}
-
-/// Makes allocations beyond `bytes` fail instead of swapping.
-pub fn set_limit(bytes: u64) {
-    let _ = mlx_rs::memory::set_memory_limit(usize::try_from(bytes).unwrap_or(usize::MAX));
 }
