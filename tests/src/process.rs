@@ -58,6 +58,8 @@ pub struct Process {
     stdin: Option<ChildStdin>,
     events: Option<Receiver<(Instant, Value)>>,
     stderr: Arc<Mutex<String>>,
+    /// Disconnected once the end of stderr has been read.
+    stderr_open: Receiver<()>,
 }
 
 impl Process {
@@ -92,9 +94,11 @@ impl Process {
             Err(error) => panic!("{command:?} can't be started: {error}"),
         };
         let stderr = Arc::new(Mutex::new(String::new()));
+        let (still_open, stderr_open) = channel();
         if let Some(mut pipe) = child.stderr.take() {
             let kept = Arc::clone(&stderr);
             std::thread::spawn(move || {
+                let _still_open = still_open;
                 let mut buffer = [0; 4096];
                 while let Ok(n @ 1..) = pipe.read(&mut buffer) {
                     let text = String::from_utf8_lossy(&buffer[..n]).into_owned();
@@ -110,6 +114,7 @@ impl Process {
             stdin,
             events: None,
             stderr,
+            stderr_open,
         }
     }
 
@@ -280,7 +285,7 @@ impl Process {
         );
     }
 
-    /// Waits for its end.
+    /// Waits for its end; the log is whole then, unless a process that it left behind holds stderr open.
     ///
     /// # Panics
     /// It doesn't end within `limit`.
@@ -288,7 +293,11 @@ impl Process {
         let end = Instant::now() + limit;
         loop {
             match self.child.try_wait() {
-                Ok(Some(status)) => return status,
+                Ok(Some(status)) => {
+                    // An exit status can be had before the last bytes of the pipe have been read.
+                    let _ = self.stderr_open.recv_timeout(Duration::from_secs(2));
+                    return status;
+                }
                 Ok(None) if Instant::now() < end => std::thread::sleep(Duration::from_millis(5)),
                 other => panic!(
                     "the program didn't end within {limit:?} ({other:?}); log: {}",

@@ -7,6 +7,7 @@ use lookahead_tests::process::{answer, is_final, Process};
 use lookahead_tests::requests::{cancel, greedy, prompt, simple, tokens};
 use serde_json::{json, Value};
 
+const PROMISED: Duration = Duration::from_millis(100);
 const LIMIT: Duration = Duration::from_millis(500);
 
 /// Asks each control request eight times; how long the answers took and what was asked, the slowest first.
@@ -33,17 +34,23 @@ fn answers(runner: &mut Process, seen: &mut Vec<Value>) -> Vec<(Duration, String
     answers
 }
 
-/// One answer in ten may be late: on a crowded machine the operating system lets some thread of the chain wait.
+/// Half of the answers come within 100 ms and all but one within the limit: on a crowded machine the operating system
+/// lets some thread of the chain wait.
 fn assert_prompt(answers: &[(Duration, String)], during: &str) {
     println!(
         "slowest answers during {during}: {:?}; median {:?}",
         &answers[..3],
         answers[answers.len() / 2].0
     );
-    let (took, request) = &answers[answers.len() / 10];
+    let (took, request) = &answers[1];
     assert!(
         *took < LIMIT,
         "{request} took {took:?} during {during}, and it was not alone: {answers:?}"
+    );
+    let median = answers[answers.len() / 2].0;
+    assert!(
+        median < PROMISED,
+        "half of the answers took {median:?} or longer during {during}"
     );
 }
 
@@ -93,6 +100,7 @@ fn control_messages_are_answered_while_a_huge_prompt_is_tokenised() {
     let (event, took) = runner.ask_beside(&json!({"type": "tokenize", "id": "t", "text": "x"}), &mut seen);
     assert_eq!(event["type"], "tokenized");
     println!("tokenize beside it: {took:?}");
+    assert!(took < LIMIT, "tokenize beside a huge prompt took {took:?}");
     assert!(
         !seen.iter().any(|e| is_final(e, &json!("a"))),
         "tokenize waited for the prompt"
