@@ -3,7 +3,17 @@
 use clap::Parser;
 use lookahead_runner::host::{cli, run};
 
+/// What MLX reads from the environment, where the user hasn't chosen: float32 products in float32, as results promise, not in
+/// TF32; and room for the launch graphs of every width and chunk size.
+const MLX_DEFAULTS: [(&str, &str); 2] = [("MLX_ENABLE_TF32", "0"), ("MLX_CUDA_GRAPH_CACHE_SIZE", "4000")];
+
 fn main() {
+    // No other thread runs yet that could read the environment meanwhile.
+    for (name, value) in MLX_DEFAULTS {
+        if std::env::var_os(name).is_none() {
+            std::env::set_var(name, value);
+        }
+    }
     let args = cli::Args::parse();
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)

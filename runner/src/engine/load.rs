@@ -17,6 +17,8 @@ use super::Settings;
 use crate::host::latch::Latch;
 use crate::host::outbox::Outbox;
 use crate::image::ImageRules;
+use crate::mlx::delta::DeltaShape;
+use crate::mlx::gpu::check::Constants;
 use crate::mlx::{gpu, Backend, Path};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::ModelConfig;
@@ -105,7 +107,16 @@ pub fn load_model(
     let (precision, path) = match backend {
         Backend::Cpu if widened <= limit => (Precision::Widen, Path::Cpu),
         Backend::Cpu => (Precision::Stored, Path::Cpu),
-        Backend::Metal | Backend::Cuda => (Precision::Native, gpu_path(backend, checkpoint.config())),
+        Backend::Metal | Backend::Cuda => {
+            let alive = || {
+                outbox.push(Event::Load(LoadProgress {
+                    done: 0,
+                    total,
+                    stage: LoadStage::Weights,
+                }));
+            };
+            (Precision::Native, gpu_path(backend, &plan, config, alive))
+        }
     };
     let needed = memory_bytes(&checkpoint, &plan, precision);
     if needed > limit {
@@ -166,23 +177,55 @@ pub fn load_model(
 }
 
 /// The fused path where this device computes it right and the model's shapes fit, else plain operations.
-fn gpu_path(backend: Backend, config: &ModelConfig) -> Path {
+///
+/// Compiling the kernels can take tens of seconds; `alive` is called between them.
+fn gpu_path(backend: Backend, plan: &Plan, config: &ModelConfig, alive: impl Fn()) -> Path {
     if !gpu::install(backend) {
         return Path::Graph;
     }
-    if !config.delta.key_dim.is_multiple_of(32) {
-        tracing::warn!(
-            "key heads of {} columns: the fused kernels take multiples of 32",
-            config.delta.key_dim
-        );
-        return Path::Graph;
-    }
-    match gpu::check::check() {
+    let constants = kernel_constants(plan, config);
+    let shape = constants.delta;
+    let fits = if gpu::Kernels::takes(shape) {
+        gpu::check::check(&constants, alive)
+    } else {
+        Err(format!(
+            "they don't take heads of {} and {} columns",
+            shape.key_dim, shape.value_dim
+        ))
+    };
+    match fits {
         Ok(()) => Path::Gpu,
         Err(reason) => {
             tracing::warn!("the fused kernels are off: {reason}");
+            gpu::uninstall();
             Path::Graph
         }
+    }
+}
+
+/// What the model's kernels are compiled with.
+fn kernel_constants(plan: &Plan, config: &ModelConfig) -> Constants {
+    let group = plan.modules.iter().find_map(|module| match module.quant {
+        ModuleQuant::Affine { bits: 4, group } => Some(group as i32),
+        _ => None,
+    });
+    let delta = &config.delta;
+    Constants {
+        delta: DeltaShape {
+            key_heads: delta.key_heads as i32,
+            value_heads: delta.value_heads as i32,
+            key_dim: delta.key_dim as i32,
+            value_dim: delta.value_dim as i32,
+            taps: delta.conv_kernel as i32,
+        },
+        heads: gpu::Heads {
+            query: config.heads as i32,
+            kv: config.kv_heads as i32,
+            dim: config.head_dim as i32,
+        },
+        half: (config.rope.dims / 2) as i32,
+        eps: config.rms_norm_eps as f32,
+        group,
     }
 }
 

@@ -13,11 +13,12 @@ use serde::Serialize;
 use super::decode::ids_array;
 use super::job::Refusal;
 use super::load::load_model;
+use super::simulated::{self, Simulated};
 use super::text::Awaited;
 use super::Settings;
 use crate::host::latch::Latch;
 use crate::host::outbox::Outbox;
-use crate::mlx::Backend;
+use crate::mlx::{graph_size, Backend};
 use crate::model::qwen3_5::Qwen35;
 use crate::model::{Batch, Model as _};
 
@@ -35,6 +36,8 @@ pub struct Width {
 pub struct Measurement {
     /// What it ran on.
     pub backend: &'static str,
+    /// Operations of one step's graph: each costs the host a few microseconds, whatever the device does.
+    pub operations: usize,
     /// Milliseconds of one step of plain decoding, each step dispatched before the last one is read.
     pub pipelined_step: f64,
     /// Forwards by width.
@@ -43,6 +46,8 @@ pub struct Measurement {
     pub prefill_tokens: usize,
     /// Its tokens per second, in chunks as the runner takes them.
     pub prefill_rate: f64,
+    /// What drafting would give at a known acceptance; empty without a head.
+    pub simulated: Vec<Simulated>,
 }
 
 /// Measures the model of `settings` after a context of `context` tokens.
@@ -93,12 +98,16 @@ pub fn measure(settings: &Settings, context: usize, prefill_tokens: usize) -> Re
         });
     }
     let mut token = ids_array(&ids[..1]);
+    let mut operations = 0;
     let mut times = Vec::new();
     for _ in 0..64 {
         let start = Instant::now();
         let slot = caches.offset();
         let hidden = model.forward(&Batch::text(&token, slot), &mut caches)?;
         let next = argmax_axis(model.unembed(&hidden)?, -1, None)?;
+        if operations == 0 {
+            operations = graph_size::operations(&[&next])?;
+        }
         mlx_rs::transforms::async_eval([&next])?;
         eval([&token])?;
         token = next;
@@ -106,10 +115,12 @@ pub fn measure(settings: &Settings, context: usize, prefill_tokens: usize) -> Re
     }
     Ok(Measurement {
         backend: backend.name(),
+        operations,
         pipelined_step: median(&mut times[8..]),
         widths,
         prefill_tokens,
         prefill_rate: median(&mut rates[1..]),
+        simulated: simulated::simulate(model, &loaded.text, loaded.path)?,
     })
 }
 

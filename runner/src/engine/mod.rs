@@ -14,6 +14,7 @@ mod prefix;
 pub mod prepare;
 #[cfg(test)]
 mod scripted;
+mod simulated;
 mod stats;
 pub mod text;
 #[cfg(test)]

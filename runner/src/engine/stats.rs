@@ -64,6 +64,16 @@ impl RoundStats {
         self.last
     }
 
+    /// Drafts proposed.
+    pub fn proposed(&self) -> u64 {
+        self.proposed
+    }
+
+    /// Drafts accepted.
+    pub fn accepted(&self) -> u64 {
+        self.accepted
+    }
+
     /// How many drafts at a position (from 0) were tested.
     pub fn tested_at(&self, position: usize) -> u64 {
         self.by_position.get(position).map_or(0, |counts| counts.tested)

@@ -23,13 +23,15 @@ use crate::host::outbox::Outbox;
 use crate::host::registry::CancelFlag;
 use crate::mlx::{memory, Path};
 use crate::model::qwen3_5::Qwen35;
-use crate::model::{Batch, Model as _};
+use crate::model::{Batch, DraftModel, Model as _};
 use crate::sample::{Sampler, SamplingOptions, Shape, Vocabulary};
 use crate::speculate::depth::DepthController;
 use crate::text::StopSet;
 
 /// Widths of the target's forward that are measured; costs between them are estimated, those beyond explored.
 const WIDTHS: [usize; 6] = [1, 2, 3, 4, 6, 8];
+/// One more on a GPU, whose kernels of more than eight rows are others, and compiling them takes seconds.
+const WIDE: usize = 12;
 /// Tokens before the first round.
 const PROMPT: u32 = 24;
 /// Timed rounds of a width, whose median counts.
@@ -37,17 +39,23 @@ const TIMED: usize = 3;
 /// Timed steps of plain decoding, which are timed as one stretch.
 const STEPS: u32 = 6;
 
-/// Time after which no further width is begun: a machine so busy or slow measures its costs better while it serves.
+/// Time after which no further width is begun on the host's cores: a machine so busy or slow measures its costs better
+/// while it serves. A GPU's widths are all begun: each compiles kernels that a request would wait for.
 const LIMIT: Duration = Duration::from_secs(3);
 
 /// Widths to run: with automatic drafting a ladder, else those that requests will use.
-fn widths(draft: DraftFlag, drafts: bool) -> Vec<usize> {
+fn widths(draft: DraftFlag, drafts: bool, path: Path) -> Vec<usize> {
+    let widest = draft.max_depth() + 1;
+    let gpu = path == Path::Gpu;
     match draft {
         DraftFlag::Auto if drafts => WIDTHS
             .into_iter()
-            .filter(|&width| width <= draft.max_depth() + 1)
+            .chain(gpu.then_some(WIDE))
+            .filter(|&width| width <= widest)
             .collect(),
-        DraftFlag::Fixed(_) if drafts => vec![1, draft.max_depth() + 1],
+        // The last round of a request is as narrow as what is left of it.
+        DraftFlag::Fixed(_) if drafts && gpu && widest > 2 => vec![1, 2, widest],
+        DraftFlag::Fixed(_) if drafts => vec![1, widest],
         _ => vec![1],
     }
 }
@@ -86,22 +94,17 @@ fn job(tokens: Vec<u32>) -> Result<Job, Refusal> {
     })
 }
 
-/// Runs each width once untimed and, where the depth is chosen by cost, [`TIMED`] times against the clock.
-///
-/// Ends early, leaving costs unknown, when the latch trips or [`LIMIT`] is over.
+/// A sequence of its own after `prompt`, decoded greedily without end; nothing of it is stored.
 ///
 /// # Errors
 /// The device fails.
-pub(super) fn warm_up(
-    model: &Qwen35,
+pub(super) fn sequence<'m>(
+    model: &'m Qwen35,
+    head: Option<&'m dyn DraftModel>,
     text: &TextStack,
     path: Path,
-    draft: DraftFlag,
-    controller: &mut DepthController,
-    (outbox, latch): (&Outbox, &Latch),
-) -> Result<(), Refusal> {
-    let known = text.tokenizer.len() as u32;
-    let prompt: Vec<u32> = (0..PROMPT).map(|id| id % known.max(1)).collect();
+    prompt: Vec<u32>,
+) -> Result<Decoding<'m>, Refusal> {
     let job = job(prompt)?;
     let vocabulary = Vocabulary {
         logits: model.vocabulary_size() as usize,
@@ -110,7 +113,7 @@ pub(super) fn warm_up(
     let mut decoding = Decoding {
         model,
         caches: model.new_caches(),
-        drafter: model.self_draft().map(Drafter::new),
+        drafter: head.map(Drafter::new),
         sampler: Sampler::new(&job.options, job.verify, job.seed, vocabulary, &job.tokens, path),
         emitter: Emitter::new(&job, text),
         constraint: None,
@@ -125,9 +128,29 @@ pub(super) fn warm_up(
     if let Some(drafter) = &mut decoding.drafter {
         drafter.observe(&ids, &hidden, &decoding.caches)?;
     }
+    Ok(decoding)
+}
+
+/// Runs each width once untimed and, where the depth is chosen by cost, [`TIMED`] times against the clock.
+///
+/// Ends early, leaving costs unknown, when the latch trips or, on the host's cores, when [`LIMIT`] is over.
+///
+/// # Errors
+/// The device fails.
+pub(super) fn warm_up(
+    model: &Qwen35,
+    text: &TextStack,
+    path: Path,
+    draft: DraftFlag,
+    controller: &mut DepthController,
+    (outbox, latch): (&Outbox, &Latch),
+) -> Result<(), Refusal> {
+    let known = text.tokenizer.len() as u32;
+    let prompt: Vec<u32> = (0..PROMPT).map(|id| id % known.max(1)).collect();
+    let mut decoding = sequence(model, model.self_draft(), text, path, prompt)?;
     // What the rounds say is for nobody.
     let nobody = Outbox::default();
-    let widths = widths(draft, decoding.drafter.is_some());
+    let widths = widths(draft, decoding.drafter.is_some(), path);
     let total = widths.len() as u64;
     let timed = draft == DraftFlag::Auto && total > 1;
     let start = Instant::now();
@@ -137,10 +160,12 @@ pub(super) fn warm_up(
             total,
             stage: LoadStage::Warmup,
         }));
-        if latch.is_set() || start.elapsed() > LIMIT {
+        if latch.is_set() || (path == Path::Cpu && start.elapsed() > LIMIT) {
             break;
         }
-        run(&mut decoding, width, 1, &nobody)?;
+        for _ in 0..untimed(path) {
+            run(&mut decoding, width, 1, &nobody)?;
+        }
         if timed {
             let seconds = measure(&mut decoding, width, &nobody)?;
             controller.seed_cost(width, seconds);
@@ -154,6 +179,14 @@ pub(super) fn warm_up(
     drop(decoding);
     memory::clear_cache();
     Ok(())
+}
+
+/// Rounds before the timed ones: a GPU compiles kernels in the first and the library builds its launch graphs in the next.
+fn untimed(path: Path) -> usize {
+    match path {
+        Path::Cpu => 1,
+        Path::Graph | Path::Gpu => 3,
+    }
 }
 
 /// One round, or some steps where there are no drafts in it.
@@ -188,9 +221,19 @@ mod tests {
 
     #[test]
     fn only_automatic_drafting_needs_a_ladder_of_widths() {
-        assert_eq!(widths(DraftFlag::Auto, true), WIDTHS);
-        assert_eq!(widths(DraftFlag::Auto, false), [1]);
-        assert_eq!(widths(DraftFlag::Off, true), [1]);
-        assert_eq!(widths(DraftFlag::Fixed(4), true), [1, 5]);
+        let cpu = |draft, drafts| widths(draft, drafts, Path::Cpu);
+        assert_eq!(cpu(DraftFlag::Auto, true), WIDTHS);
+        assert_eq!(cpu(DraftFlag::Auto, false), [1]);
+        assert_eq!(cpu(DraftFlag::Off, true), [1]);
+        assert_eq!(cpu(DraftFlag::Fixed(4), true), [1, 5]);
+    }
+
+    #[test]
+    fn a_gpu_compiles_at_load_what_narrow_and_wide_rounds_need() {
+        let gpu = |draft, drafts| widths(draft, drafts, Path::Gpu);
+        assert_eq!(gpu(DraftFlag::Auto, true), [1, 2, 3, 4, 6, 8, 12]);
+        assert_eq!(gpu(DraftFlag::Fixed(10), true), [1, 2, 11]);
+        assert_eq!(gpu(DraftFlag::Fixed(1), true), [1, 2]);
+        assert_eq!(gpu(DraftFlag::Off, true), [1]);
     }
 }

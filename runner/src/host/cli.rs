@@ -26,6 +26,9 @@ pub struct Args {
     /// Measure what forwards of several widths and prefill cost here, print JSON and exit.
     #[arg(long, conflicts_with = "inspect")]
     pub measure: bool,
+    /// Hold this device's kernels against plain operations in many shapes, print the differences and exit; 1 if any is wrong.
+    #[arg(long, conflicts_with_all = ["inspect", "measure"])]
+    pub check_kernels: bool,
     /// Drafting: off, auto (as deep as pays), or a fixed depth from 1 to 16.
     #[arg(long, default_value = "auto")]
     pub draft: DraftFlag,

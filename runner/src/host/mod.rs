@@ -12,6 +12,7 @@ mod record;
 pub mod registry;
 mod signals;
 
+use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,7 +25,7 @@ use lookahead_protocol::Event;
 use crate::engine::text::Awaited;
 use crate::engine::{self, Ending};
 use crate::inspect::Circumstances;
-use crate::mlx::Backend;
+use crate::mlx::{gpu, ops, Backend};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::fingerprint::fingerprint;
 
@@ -60,6 +61,34 @@ const DRAIN: Duration = Duration::from_secs(2);
 const MEASURED_CONTEXT: usize = 128;
 const MEASURED_PREFILL: usize = 4096;
 
+/// Prints the worst difference of each kernel from plain operations; returns the exit status.
+fn check_kernels(backend: Backend) -> anyhow::Result<i32> {
+    if !gpu::install(backend) {
+        println!("no kernels of our own on the {} backend", backend.name());
+        return Ok(0);
+    }
+    let mut worst: BTreeMap<&str, gpu::check::Difference> = BTreeMap::new();
+    let mut wrong = 0;
+    gpu::check::thorough(|rows, batch, constants, found| {
+        if !found.is_fine() {
+            wrong += 1;
+            println!(
+                "wrong: {} by {} at {rows} rows, batch {batch}, {constants:?}",
+                found.name, found.by
+            );
+        }
+        let worst = worst.entry(found.name).or_insert(found);
+        if found.by > worst.by {
+            *worst = found;
+        }
+    })
+    .map_err(|error| anyhow::anyhow!("{}", ops::explain(&error)))?;
+    for (name, worst) in &worst {
+        println!("{name}: at most {:.1e} (limit {:.0e})", worst.by, worst.limit);
+    }
+    Ok(i32::from(wrong > 0))
+}
+
 /// Runs the process; returns its exit status.
 ///
 /// # Errors
@@ -74,6 +103,9 @@ pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
         return Ok(0);
     }
     let backend = Backend::select(args.cpu);
+    if args.check_kernels {
+        return check_kernels(backend);
+    }
     let host = Host {
         outbox: outbox::Outbox::default(),
         registry: Arc::default(),

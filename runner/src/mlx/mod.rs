@@ -6,6 +6,7 @@ pub mod backend;
 pub mod cpu;
 pub mod delta;
 pub mod gpu;
+pub mod graph_size;
 pub mod memory;
 pub mod ops;
 

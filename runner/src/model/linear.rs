@@ -8,13 +8,19 @@ use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::{Array, Dtype};
 
 use super::matrix::{Codes, Matrix};
-use crate::mlx::ops;
+use crate::mlx::gpu::products::{Around, Gain, Products, Stored};
+use crate::mlx::{gpu, ops};
+
+/// Rows from which a quantised matrix is decoded for the product, on CUDA.
+const MANY_ROWS: usize = 64;
 
 /// One matrix [out, in].
 #[derive(Debug, Clone)]
 pub enum Linear {
-    /// Plain values; kept as the transposed view [in, out] that the product wants.
+    /// Plain values, with the transposed view [in, out] that the library's product wants.
     Dense {
+        /// W.
+        rows: Array,
         /// W^T.
         transposed: Array,
     },
@@ -28,6 +34,7 @@ impl Linear {
         Ok(match matrix {
             Matrix::Dense(values) => Self::Dense {
                 transposed: values.transpose_axes(&[1, 0])?,
+                rows: values,
             },
             Matrix::Quantized(codes) => Self::Quantized(codes),
         })
@@ -36,19 +43,27 @@ impl Linear {
     /// Rows of W.
     pub fn outputs(&self) -> i32 {
         match self {
-            Self::Dense { transposed } => transposed.dim(1),
+            Self::Dense { rows, .. } => rows.dim(0),
             Self::Quantized(codes) => codes.weight.dim(0),
         }
     }
 
     /// `x @ W^T`; x [..., in] → [..., out] in x's type.
     pub fn forward(&self, x: &Array) -> Result<Array> {
+        if let Some(y) = self.few(x, Around::Nothing)? {
+            return Ok(y);
+        }
         let y = match self {
             // Promotion would widen the whole matrix at every call; the row is narrowed instead.
-            Self::Dense { transposed } if transposed.dtype() == Dtype::Bfloat16 => {
+            Self::Dense { transposed, .. } if transposed.dtype() == Dtype::Bfloat16 => {
                 matmul(&ops::cast(x, Dtype::Bfloat16)?, transposed)?
             }
-            Self::Dense { transposed } => matmul(x, transposed)?,
+            Self::Dense { transposed, .. } => matmul(x, transposed)?,
+            // Many rows pay for decoding the matrix once: the product of plain values is so much faster.
+            Self::Quantized(codes) if gpu::on_cuda() && x.size() >= MANY_ROWS * x.dim(-1) as usize => {
+                let values = codes.decode(x.dtype())?;
+                matmul(x, &values.transpose_axes(&[1, 0])?)?
+            }
             Self::Quantized(codes) => {
                 let y = ops::quantized_matmul(
                     x,
@@ -66,13 +81,39 @@ impl Linear {
         ops::cast(&y, x.dtype())
     }
 
+    /// `x @ W^T + residual`, in one launch where there is one.
+    pub fn forward_added(&self, x: &Array, residual: &Array) -> Result<Option<Array>> {
+        self.few(x, Around::Added(residual))
+    }
+
+    /// The product of few rows in one launch with its surroundings, where the device has a kernel for it.
+    fn few(&self, x: &Array, around: Around<'_>) -> Result<Option<Array>> {
+        let stored = match self {
+            Self::Dense { rows, .. } => Stored::Dense(rows),
+            Self::Quantized(Codes {
+                weight,
+                scales,
+                biases: Some(biases),
+                global_scale: None,
+                mode,
+            }) if mode.bits == 4 => Stored::Codes {
+                weight,
+                scales,
+                biases,
+                group: mode.group_size,
+            },
+            Self::Quantized(_) => return Ok(None),
+        };
+        if !Products::takes(x, stored) {
+            return Ok(None);
+        }
+        gpu::with_products(|products| products.product(x, stored, around))
+    }
+
     /// Rows of W by id: an embedding. ids [B, L] → [B, L, in] in `dtype`.
     pub fn embed(&self, ids: &Array, dtype: Dtype) -> Result<Array> {
         match self {
-            Self::Dense { transposed } => {
-                let rows = transposed.transpose_axes(&[1, 0])?;
-                ops::cast(&take_axis(&rows, ids, 0)?, dtype)
-            }
+            Self::Dense { rows, .. } => ops::cast(&take_axis(rows, ids, 0)?, dtype),
             Self::Quantized(codes) => {
                 let rows = Codes {
                     weight: take_axis(&codes.weight, ids, 0)?,
@@ -89,7 +130,7 @@ impl Linear {
     /// Arrays held.
     pub fn arrays(&self) -> Vec<&Array> {
         match self {
-            Self::Dense { transposed } => vec![transposed],
+            Self::Dense { rows, .. } => vec![rows],
             Self::Quantized(codes) => codes.arrays(),
         }
     }
@@ -165,6 +206,16 @@ impl Packed {
                 let parts = several.iter().map(|p| p.forward(x)).collect::<Result<Vec<_>>>()?;
                 concatenate(&parts, -1)
             }
+        }
+    }
+
+    /// The product of the norm of `x`, in one launch where there is one; gated, it is `silu(first half) * second half`.
+    /// `None`: norm and product have to be computed one after the other.
+    pub fn few_normed(&self, x: &Array, norm: Gain<'_>, gated: bool) -> Result<Option<Array>> {
+        match &self.products[..] {
+            [one] if gated => one.few(x, Around::Gated(norm)),
+            [one] => one.few(x, Around::Normed(norm)),
+            _ => Ok(None),
         }
     }
 

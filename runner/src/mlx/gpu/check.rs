@@ -6,7 +6,8 @@ use mlx_rs::error::{Exception, Result};
 use mlx_rs::ops::sigmoid;
 use mlx_rs::{Array, Dtype};
 
-use super::{kernels, Heads};
+use super::products::{Around, Gain, Stored};
+use super::{kernels, with_products, Heads};
 use crate::mlx::delta::{gpu_net, graph_net, DeltaInput, DeltaParams, DeltaShape, Keep};
 use crate::mlx::ops;
 
@@ -27,15 +28,174 @@ fn apart(a: &Array, b: &Array) -> Result<f32> {
     Ok(difference.abs()?.max(None)?.item_cast::<f32>())
 }
 
-/// The largest difference of each kernel from its counterpart, by name; float32 throughout.
-pub fn differences(rows: i32, batch: i32, shape: DeltaShape) -> Result<Vec<(&'static str, f32)>> {
+/// How far one kernel is from its counterpart in plain operations.
+#[derive(Debug, Clone, Copy)]
+pub struct Difference {
+    /// The kernel.
+    pub name: &'static str,
+    /// Largest difference of an element.
+    pub by: f32,
+    /// What rounding explains; zero where results must be the same to the bit.
+    pub limit: f32,
+}
+
+impl Difference {
+    /// Float32 kernels: far above rounding at these sizes, far below any mistake.
+    fn exact(name: &'static str, by: f32) -> Self {
+        Self {
+            name,
+            by,
+            limit: 1e-3,
+        }
+    }
+
+    /// Whether rounding explains it.
+    pub fn is_fine(&self) -> bool {
+        self.by <= self.limit
+    }
+}
+
+/// What a model runs the kernels with: each set of constants is a compilation, so a check at load uses the model's own.
+#[derive(Debug, Clone, Copy)]
+pub struct Constants {
+    /// Delta-net heads.
+    pub delta: DeltaShape,
+    /// Attention heads.
+    pub heads: Heads,
+    /// Half of the rotated columns of an attention head.
+    pub half: i32,
+    /// Epsilon of the norms.
+    pub eps: f32,
+    /// Inputs that share a scale, where weights are 4-bit codes.
+    pub group: Option<i32>,
+}
+
+/// The difference of each kernel from its counterpart.
+pub fn differences(rows: i32, batch: i32, c: &Constants) -> Result<Vec<Difference>> {
+    let mut out = delta(rows, batch, c.delta, c.eps)?;
+    let kernels = kernels()?;
+    let x = noise(&[rows, 96], 8);
+    let added = noise(&[rows, 96], 9);
+    let gain = noise(&[96], 10);
+    let sum = x.add(&added)?;
+    let wanted = mlx_rs::fast::rms_norm(&sum, Some(&gain), c.eps)?;
+    let (got_sum, got) = kernels.add_norm(&x, &added, &gain, c.eps)?;
+    out.push(Difference::exact(
+        "add_norm",
+        apart(&got_sum, &sum)?.max(apart(&got, &wanted)?),
+    ));
+    let got = kernels.norm(&sum, &gain, c.eps)?;
+    out.push(Difference::exact("norm", apart(&got, &wanted)?));
+    let gate = ops::slice_axis(&x, 1, 0, 48)?;
+    let wanted = gate
+        .multiply(&sigmoid(&gate)?)?
+        .multiply(&ops::slice_axis(&x, 1, 48, 96)?)?;
+    out.push(Difference::exact("swiglu", apart(&kernels.swiglu(&x)?, &wanted)?));
+    if rows <= super::products::ROWS {
+        out.push(Difference::exact("attention", attention(rows, c)?));
+        out.extend(products(rows, c)?);
+    }
+    Ok(out)
+}
+
+/// Products of few rows, of each storage, with everything that may be around them.
+fn products(rows: i32, c: &Constants) -> Result<Vec<Difference>> {
+    let (outputs, inputs) = (144, 256);
+    let dense = narrow(&noise(&[outputs, inputs], 23))?;
+    let mut out = product(rows, c.eps, "product", Stored::Dense(&dense), &dense)?;
+    if let Some(group) = c.group {
+        let mode = ops::QuantMode {
+            group_size: group,
+            bits: 4,
+            mode: c"affine",
+        };
+        let codes = ops::quantize(&dense, mode)?;
+        let [weight, scales, biases] = &codes[..] else {
+            return Err(Exception::custom("affine codes without biases"));
+        };
+        let decoded = ops::dequantize(weight, scales, Some(biases), mode, Dtype::Bfloat16)?;
+        let stored = Stored::Codes {
+            weight,
+            scales,
+            biases,
+            group,
+        };
+        out.extend(product(rows, c.eps, "product of codes", stored, &decoded)?);
+    }
+    Ok(out)
+}
+
+fn narrow(a: &Array) -> Result<Array> {
+    ops::cast(a, Dtype::Bfloat16)
+}
+
+fn wide(a: &Array) -> Result<Array> {
+    ops::cast(a, Dtype::Float32)
+}
+
+fn product(
+    rows: i32,
+    eps: f32,
+    name: &'static str,
+    stored: Stored<'_>,
+    values: &Array,
+) -> Result<Vec<Difference>> {
+    /// Results are rounded to bfloat16, and so are normalised rows: relative to the largest result.
+    const ROUNDING: f32 = 0.02;
+    let (outputs, inputs) = (values.dim(0), values.dim(1));
+    let x = narrow(&noise(&[1, rows, inputs], 20))?;
+    let added = narrow(&noise(&[1, rows, outputs], 21))?;
+    let gain = noise(&[inputs], 22).add(Array::from_f32(1.5))?;
+    let norm = Gain { gain: &gain, eps };
+    let transposed = wide(values)?.transpose_axes(&[1, 0])?;
+    let plain = mlx_rs::ops::matmul(&wide(&x)?, &transposed)?;
+    let normed = mlx_rs::ops::matmul(
+        &mlx_rs::fast::rms_norm(&wide(&x)?, Some(&gain), eps)?,
+        &transposed,
+    )?;
+    let gate = ops::slice_axis(&normed, 2, 0, outputs / 2)?;
+    let gated =
+        gate.multiply(&sigmoid(&gate)?)?
+            .multiply(&ops::slice_axis(&normed, 2, outputs / 2, outputs)?)?;
+    let sum = plain.add(&wide(&added)?)?;
+    let mut out = Vec::new();
+    for (around, wanted) in [
+        (Around::Nothing, &plain),
+        (Around::Added(&added), &sum),
+        (Around::Normed(norm), &normed),
+        (Around::Gated(norm), &gated),
+    ] {
+        let Some(got) = with_products(|p| p.product(&x, stored, around))? else {
+            return Ok(Vec::new());
+        };
+        let largest = wanted.abs()?.max(None)?.item_cast::<f32>();
+        out.push(Difference {
+            name,
+            by: apart(&got, wanted)? / largest.max(1e-6),
+            limit: ROUNDING,
+        });
+    }
+    // A verified row must be the row that plain decoding computes.
+    let alone = ops::compact(&ops::slice_axis(&x, 1, rows - 1, rows)?)?;
+    let of = |x: &Array| with_products(|p| p.product(x, stored, Around::Normed(norm)));
+    if let (Some(alone), Some(all)) = (of(&alone)?, of(&x)?) {
+        out.push(Difference {
+            name: "a row alone and among others",
+            by: apart(&alone, &ops::slice_axis(&all, 1, rows - 1, rows)?)?,
+            limit: 0.0,
+        });
+    }
+    Ok(out)
+}
+
+fn delta(rows: i32, batch: i32, shape: DeltaShape, eps: f32) -> Result<Vec<Difference>> {
     let params = DeltaParams {
         shape,
         conv: noise(&[shape.channels(), shape.taps], 1),
         decay: noise(&[shape.value_heads], 2).abs()?.negative()?,
         dt_bias: noise(&[shape.value_heads], 3),
         norm: noise(&[shape.value_dim], 4).add(Array::from_f32(1.5))?,
-        eps: 1e-6,
+        eps,
     };
     let columns = shape.channels() + shape.value_columns() + 2 * shape.value_heads;
     let packed = noise(&[batch, rows, columns], 5);
@@ -57,6 +217,9 @@ pub fn differences(rows: i32, batch: i32, shape: DeltaShape) -> Result<Vec<(&'st
         ("delta", true, Keep::Last),
         ("delta, every row", false, Keep::Rows),
     ] {
+        if !last && rows > super::delta::FEW {
+            continue;
+        }
         let wanted = graph_net(&params, &input, keep)?;
         let got = gpu_net(&params, &packed, &tail, &state, keep)?;
         let states = if last {
@@ -67,52 +230,33 @@ pub fn differences(rows: i32, batch: i32, shape: DeltaShape) -> Result<Vec<(&'st
                 _ => return Err(Exception::custom("states of every row are missing")),
             }
         };
-        out.push((
+        out.push(Difference::exact(
             name,
             apart(&got.y, &wanted.y)?
                 .max(apart(&got.mix, &wanted.mix)?)
                 .max(states),
         ));
     }
-    let kernels = kernels()?;
-    let x = noise(&[rows, 96], 8);
-    let added = noise(&[rows, 96], 9);
-    let gain = noise(&[96], 10);
-    let sum = x.add(&added)?;
-    let wanted = mlx_rs::fast::rms_norm(&sum, Some(&gain), 1e-6)?;
-    let (got_sum, got) = kernels.add_norm(&x, &added, &gain, 1e-6)?;
-    out.push(("add_norm", apart(&got_sum, &sum)?.max(apart(&got, &wanted)?)));
-    out.push(("norm", apart(&kernels.norm(&sum, &gain, 1e-6)?, &wanted)?));
-    let gate = ops::slice_axis(&x, 1, 0, 48)?;
-    let wanted = gate
-        .multiply(&sigmoid(&gate)?)?
-        .multiply(&ops::slice_axis(&x, 1, 48, 96)?)?;
-    out.push(("swiglu", apart(&kernels.swiglu(&x)?, &wanted)?));
-    out.push(("attention", attention(rows)?));
     Ok(out)
 }
 
-fn attention(rows: i32) -> Result<f32> {
+fn attention(rows: i32, c: &Constants) -> Result<f32> {
     let kernels = kernels()?;
-    let heads = Heads {
-        query: 4,
-        kv: 2,
-        dim: 64,
-    };
-    let packed = noise(&[1, rows, (2 * 4 + 2 * 2) * 64], 11);
-    let (q_gain, k_gain) = (noise(&[64], 12), noise(&[64], 13));
-    let half = 8;
+    let (heads, half, eps) = (c.heads, c.half, c.eps);
+    let Heads { query: h, kv, dim: d } = heads;
+    let packed = noise(&[1, rows, (2 * h + 2 * kv) * d], 11);
+    let (q_gain, k_gain) = (noise(&[d], 12), noise(&[d], 13));
     let angles: Vec<f32> = (0..rows * half)
         .map(|i| (i / half + 3) as f32 * 100f32.powf(-((i % half) as f32) / half as f32))
         .collect();
     let angles = Array::from_slice(&angles, &[rows, half]);
     let (cos, sin) = (angles.cos()?, angles.sin()?);
-    let (q, k, v) = kernels.attention_prepare(heads, &packed, (&q_gain, &k_gain), 1e-6, (&cos, &sin))?;
+    let (q, k, v) = kernels.attention_prepare(heads, &packed, (&q_gain, &k_gain), eps, (&cos, &sin))?;
     let split = |from: i32, heads: i32, step: i32, gain: Option<&Array>| -> Result<Array> {
         let x = ops::slice_axis(&packed, 2, from, from + heads * step)?.reshape(&[1, rows, heads, step])?;
-        let x = ops::slice_axis(&x, 3, 0, 64)?;
+        let x = ops::slice_axis(&x, 3, 0, d)?;
         let x = match gain {
-            Some(gain) => mlx_rs::fast::rms_norm(&x, Some(gain), 1e-6)?,
+            Some(gain) => mlx_rs::fast::rms_norm(&x, Some(gain), eps)?,
             None => x,
         };
         let x = x.transpose_axes(&[0, 2, 1, 3])?;
@@ -125,54 +269,94 @@ fn attention(rows: i32) -> Result<f32> {
         );
         let first = a.multiply(&cos)?.subtract(&b.multiply(&sin)?)?;
         let second = b.multiply(&cos)?.add(&a.multiply(&sin)?)?;
-        mlx_rs::ops::concatenate(&[first, second, ops::slice_axis(&x, 3, 2 * half, 64)?], 3)
+        mlx_rs::ops::concatenate(&[first, second, ops::slice_axis(&x, 3, 2 * half, d)?], 3)
     };
-    let mut worst = apart(&q, &split(0, 4, 128, Some(&q_gain))?)?;
-    worst = worst.max(apart(&k, &split(8 * 64, 2, 64, Some(&k_gain))?)?);
-    worst = worst.max(apart(&v, &split(10 * 64, 2, 64, None)?)?);
-    let gate = ops::slice_axis(&packed, 2, 0, 8 * 64)?.reshape(&[1, rows, 4, 128])?;
-    let gate = ops::slice_axis(&gate, 3, 64, 128)?;
-    let (keys, values) = (noise(&[1, 2, 40, 64], 14), noise(&[1, 2, 40, 64], 15));
+    let mut worst = apart(&q, &split(0, h, 2 * d, Some(&q_gain))?)?;
+    worst = worst.max(apart(&k, &split(2 * h * d, kv, d, Some(&k_gain))?)?);
+    worst = worst.max(apart(&v, &split((2 * h + kv) * d, kv, d, None)?)?);
+    let gate = ops::slice_axis(&packed, 2, 0, 2 * h * d)?.reshape(&[1, rows, h, 2 * d])?;
+    let gate = ops::slice_axis(&gate, 3, d, 2 * d)?;
+    let (keys, values) = (noise(&[1, kv, 40, d], 14), noise(&[1, kv, 40, d], 15));
     let before = 20;
     let got = kernels.attention_rows(heads, &q, &keys, &values, before, &packed)?;
     let held = |a: &Array| ops::slice_axis(a, 2, 0, before + rows);
     let causal = mlx_rs::fast::ScaledDotProductAttentionMask::Causal;
+    let scale = (d as f32).powf(-0.5);
     let o = mlx_rs::fast::scaled_dot_product_attention(
         &q,
         held(&keys)?,
         held(&values)?,
-        0.125,
+        scale,
         Some(causal),
         None,
     )?;
-    let wanted = o
-        .transpose_axes(&[0, 2, 1, 3])?
-        .multiply(&sigmoid(&gate)?)?
-        .reshape(&[1, rows, 256])?;
-    worst = worst.max(apart(&got, &wanted)?);
-    let wanted = q
-        .transpose_axes(&[0, 2, 1, 3])?
-        .multiply(&sigmoid(&gate)?)?
-        .reshape(&[1, rows, 256])?;
-    Ok(worst.max(apart(&kernels.attention_gate(heads, &q, &packed)?, &wanted)?))
+    let joined = |o: &Array| {
+        o.transpose_axes(&[0, 2, 1, 3])?
+            .multiply(&sigmoid(&gate)?)?
+            .reshape(&[1, rows, h * d])
+    };
+    worst = worst.max(apart(&got, &joined(&o)?)?);
+    Ok(worst.max(apart(&kernels.attention_gate(heads, &q, &packed)?, &joined(&q)?)?))
 }
 
-/// Whether all kernels agree with plain operations on this device; the reason if not.
-pub fn check() -> std::result::Result<(), String> {
-    /// Far above float32 rounding at these sizes, far below any mistake.
-    const TOLERANCE: f32 = 1e-3;
-    let shape = DeltaShape {
-        key_heads: 2,
-        value_heads: 4,
-        key_dim: 64,
-        value_dim: 32,
-        taps: 4,
-    };
-    for rows in [1, 5] {
-        let found = differences(rows, 2, shape).map_err(|error| ops::explain(&error))?;
-        if let Some((name, by)) = found.iter().find(|(_, by)| by.is_nan() || *by > TOLERANCE) {
+/// Constants of a thorough check, with the batches: heads in odd numbers, heads of one size and of two.
+const SHAPES: [(Constants, i32); 3] = [
+    (constants([3, 3], [32, 48], [3, 1, 64], 8, 64), 3),
+    (constants([1, 5], [128, 128], [6, 2, 128], 32, 32), 1),
+    (constants([16, 32], [128, 128], [16, 4, 256], 32, 128), 1),
+];
+
+const fn constants(
+    delta_heads: [i32; 2],
+    dims: [i32; 2],
+    heads: [i32; 3],
+    half: i32,
+    group: i32,
+) -> Constants {
+    Constants {
+        delta: DeltaShape {
+            key_heads: delta_heads[0],
+            value_heads: delta_heads[1],
+            key_dim: dims[0],
+            value_dim: dims[1],
+            taps: 4,
+        },
+        heads: Heads {
+            query: heads[0],
+            kv: heads[1],
+            dim: heads[2],
+        },
+        half,
+        eps: 1e-6,
+        group: Some(group),
+    }
+}
+
+/// Every kernel at rows 1 to 16 and beyond, in several shapes; calls `report` with each result.
+///
+/// # Errors
+/// A kernel can't be compiled or run, or there are none on this thread.
+pub fn thorough(mut report: impl FnMut(i32, i32, &Constants, Difference)) -> Result<()> {
+    for (constants, batch) in SHAPES {
+        for rows in (1..=16).chain([17, 70, 200]) {
+            for difference in differences(rows, batch, &constants)? {
+                report(rows, batch, &constants, difference);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether all kernels agree with plain operations on this device, compiled as a model will run them; the reason if not.
+/// `alive` is called now and then.
+pub fn check(constants: &Constants, alive: impl Fn()) -> std::result::Result<(), String> {
+    for rows in [1, 5, 20] {
+        alive();
+        let found = differences(rows, 1, constants).map_err(|error| ops::explain(&error))?;
+        if let Some(wrong) = found.iter().find(|d| !d.is_fine()) {
             return Err(format!(
-                "kernel {name} differs from plain operations by {by} at {rows} rows"
+                "kernel {} differs from plain operations by {} at {rows} rows",
+                wrong.name, wrong.by
             ));
         }
     }

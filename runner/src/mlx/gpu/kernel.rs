@@ -19,7 +19,7 @@ enum Handle {
 
 /// See the module's text.
 pub(super) struct Kernel {
-    name: &'static str,
+    name: String,
     handle: Handle,
 }
 
@@ -69,12 +69,12 @@ impl Drop for Names {
 }
 
 impl Kernel {
-    /// `None` on the CPU backend.
+    /// `None` on the CPU backend. `helpers` follow the prelude.
     pub(super) fn new(
         backend: Backend,
-        name: &'static str,
-        inputs: &[&str],
-        outputs: &[&str],
+        name: &str,
+        (inputs, outputs): (&[&str], &[&str]),
+        helpers: &str,
         body: &str,
     ) -> Option<Self> {
         let full = CString::new(format!("lookahead_{name}")).ok()?;
@@ -83,7 +83,7 @@ impl Kernel {
         let handle = match backend {
             Backend::Cpu => return None,
             Backend::Cuda => {
-                let header = CString::new(CUDA_PRELUDE).ok()?;
+                let header = CString::new(format!("{CUDA_PRELUDE}{helpers}")).ok()?;
                 // SAFETY: all pointers live for the call, which copies them.
                 Handle::Cuda(unsafe {
                     mlx_sys::mlx_fast_cuda_kernel_new(
@@ -98,7 +98,7 @@ impl Kernel {
                 })
             }
             Backend::Metal => {
-                let header = CString::new(METAL_PRELUDE).ok()?;
+                let header = CString::new(format!("{METAL_PRELUDE}{helpers}")).ok()?;
                 // SAFETY: as above.
                 Handle::Metal(unsafe {
                     mlx_sys::mlx_fast_metal_kernel_new(
@@ -113,7 +113,10 @@ impl Kernel {
                 })
             }
         };
-        Some(Self { name, handle })
+        Some(Self {
+            name: name.to_owned(),
+            handle,
+        })
     }
 
     /// Adds a launch to the graph.
@@ -145,7 +148,7 @@ impl Kernel {
                     for ((_, value), name) in call.ints.iter().zip(&names) {
                         mlx_sys::$int(config, name.as_ptr(), *value as c_int);
                     }
-                    let out = arrays_op(self.name, |res, stream| {
+                    let out = arrays_op(&self.name, |res, stream| {
                         mlx_sys::$apply(res, $kernel, inputs.0, config, stream)
                     });
                     mlx_sys::$free(config);

@@ -4,18 +4,23 @@
 //! other on random input before a model trusts them.
 
 pub mod check;
+mod delta;
 mod kernel;
+pub mod products;
+mod products_source;
 mod source;
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
 use mlx_rs::error::Result;
-use mlx_rs::{Array, Dtype};
+use mlx_rs::Array;
 
-use super::delta::{DeltaParams, DeltaShape};
 use super::Backend;
 use kernel::{Call, Kernel};
+use products::Products;
+
+pub use delta::DeltaResults;
 
 /// Threads that share a row's norm.
 const NORM_THREADS: i32 = 256;
@@ -23,8 +28,9 @@ const NORM_THREADS: i32 = 256;
 /// All kernels, compiled at first use for each shape.
 #[derive(Debug)]
 pub struct Kernels {
-    conv: Kernel,
-    delta: Kernel,
+    delta_rows: Kernel,
+    delta_prepare: Kernel,
+    delta_long: Kernel,
     gated_norm: Kernel,
     add_norm: Kernel,
     norm: Kernel,
@@ -32,6 +38,7 @@ pub struct Kernels {
     prepare: Kernel,
     gate: Kernel,
     rows: Kernel,
+    products: Option<Products>,
 }
 
 thread_local! {
@@ -46,6 +53,11 @@ pub fn install(backend: Backend) -> bool {
     there
 }
 
+/// Takes them away again, from a device that they compute wrongly on.
+pub fn uninstall() {
+    KERNELS.with(|slot| *slot.borrow_mut() = None);
+}
+
 /// This thread's kernels.
 ///
 /// # Errors
@@ -53,6 +65,20 @@ pub fn install(backend: Backend) -> bool {
 pub fn kernels() -> Result<Rc<Kernels>> {
     let found = KERNELS.with(|slot| slot.borrow().clone());
     found.ok_or_else(|| mlx_rs::error::Exception::custom("no GPU kernels on this thread"))
+}
+
+/// Runs `with` on this thread's products of few rows; `None` where there are none.
+///
+/// # Errors
+/// What `with` says.
+pub fn with_products<R>(with: impl FnOnce(&Products) -> Result<R>) -> Result<Option<R>> {
+    let found = KERNELS.with(|slot| slot.borrow().clone());
+    found.as_deref().and_then(Kernels::products).map(with).transpose()
+}
+
+/// Whether this thread computes on CUDA, with kernels of our own.
+pub fn on_cuda() -> bool {
+    KERNELS.with(|slot| slot.borrow().as_ref().is_some_and(|k| k.products.is_some()))
 }
 
 /// Heads of one attention call.
@@ -66,28 +92,30 @@ pub struct Heads {
     pub dim: i32,
 }
 
-/// Results of [`Kernels::delta_net`].
-#[derive(Debug)]
-pub struct DeltaResults {
-    /// [B, L, nv * dv].
-    pub y: Array,
-    /// [B, taps - 1 + L, C].
-    pub mix: Array,
-    /// [B, nv, dv, dk], or [B, L, nv, dv, dk] when every row's was asked for.
-    pub states: Array,
-}
-
 impl Kernels {
     /// Kernels for a GPU backend; `None` for the CPU.
     pub fn new(backend: Backend) -> Option<Rc<Self>> {
-        let make = |name, inputs, outputs, body| Kernel::new(backend, name, inputs, outputs, body);
+        let make = |name, inputs: &[&str], outputs: &[&str], body| {
+            Kernel::new(backend, name, (inputs, outputs), "", body)
+        };
         Some(Rc::new(Self {
-            conv: make("conv", &["packed", "tail", "conv"], &["y", "mix"], source::CONV)?,
-            delta: make(
-                "delta",
-                &["x", "packed", "state", "decay", "dt_bias"],
-                &["o", "states"],
-                source::DELTA,
+            delta_rows: make(
+                "delta_rows",
+                &["packed", "tail", "conv", "state", "decay", "dt_bias", "norm"],
+                &["y", "mix", "states"],
+                source::DELTA_ROWS,
+            )?,
+            delta_prepare: make(
+                "delta_prepare",
+                &["packed", "tail", "conv", "decay", "dt_bias"],
+                &["x", "gates"],
+                source::DELTA_PREPARE,
+            )?,
+            delta_long: make(
+                "delta_long",
+                &["x", "gates", "state"],
+                &["o", "last"],
+                source::DELTA_LONG,
             )?,
             gated_norm: make("gated_norm", &["o", "packed", "norm"], &["y"], source::GATED_NORM)?,
             add_norm: make(
@@ -111,83 +139,13 @@ impl Kernels {
                 &["y"],
                 source::ATTENTION_ROWS,
             )?,
+            products: Products::new(backend),
         }))
     }
 
-    /// Whether the recurrence kernel takes this shape: lanes must divide a key head.
-    pub fn takes(shape: DeltaShape) -> bool {
-        shape.key_dim % 32 == 0
-    }
-
-    /// The whole mixer in three launches; `packed` [B, L, C + nv * dv + 2 nv] holds mix | z | b | a.
-    pub fn delta_net(
-        &self,
-        params: &DeltaParams,
-        packed: &Array,
-        tail: &Array,
-        state: &Array,
-        every_row: bool,
-    ) -> Result<DeltaResults> {
-        let s = params.shape;
-        let (batch, rows) = (packed.dim(0), packed.dim(1));
-        let (c, columns) = (s.channels(), packed.dim(2));
-        let old = s.taps - 1;
-        let dtype = packed.dtype();
-        let mut out = self.conv.call(&Call {
-            inputs: &[packed, tail, &params.conv],
-            outputs: &[
-                (&[batch, rows, c], Dtype::Float32),
-                (&[batch, old + rows, c], dtype),
-            ],
-            ints: &[("C", c), ("P", columns), ("TAPS", s.taps)],
-            dtype,
-            grid: [c, rows + old, batch],
-            group: [128, 1, 1],
-        })?;
-        let (mix, x) = two(&mut out)?;
-        let (nv, dv, dk) = (s.value_heads, s.value_dim, s.key_dim);
-        let every = [batch, rows, nv, dv, dk];
-        let last = [batch, nv, dv, dk];
-        let states_shape: &[i32] = if every_row { &every } else { &last };
-        let mut out = self.delta.call(&Call {
-            inputs: &[&x, packed, state, &params.decay, &params.dt_bias],
-            outputs: &[
-                (&[batch, rows, nv, dv], Dtype::Float32),
-                (states_shape, Dtype::Float32),
-            ],
-            ints: &[
-                ("C", c),
-                ("P", columns),
-                ("NK", s.key_heads),
-                ("NV", nv),
-                ("DK", dk),
-                ("DV", dv),
-                ("EVERY", i32::from(every_row)),
-            ],
-            dtype,
-            grid: [32, dv, batch * nv],
-            group: [32, if dv % 4 == 0 { 4 } else { 1 }, 1],
-        })?;
-        let (states, o) = two(&mut out)?;
-        let mut out = self.gated_norm.call(&Call {
-            inputs: &[&o, packed, &params.norm],
-            outputs: &[(&[batch, rows, nv * dv], dtype)],
-            ints: &[
-                ("C", c),
-                ("P", columns),
-                ("NV", nv),
-                ("DV", dv),
-                ("EPS", bits(params.eps)),
-            ],
-            dtype,
-            grid: [32, nv, batch * rows],
-            group: [32, 1, 1],
-        })?;
-        Ok(DeltaResults {
-            y: one(&mut out)?,
-            mix,
-            states,
-        })
+    /// Products of few rows, where the backend has them.
+    pub fn products(&self) -> Option<&Products> {
+        self.products.as_ref()
     }
 
     /// `x + added` and its norm, in the type of `x`.
@@ -198,7 +156,7 @@ impl Kernels {
         let mut out = self.add_norm.call(&Call {
             inputs: &[x, added, gain],
             outputs: &[(shape, x.dtype()), (shape, x.dtype())],
-            ints: &[("D", width), ("THREADS", NORM_THREADS), ("EPS", bits(eps))],
+            ints: &[("THREADS", NORM_THREADS), ("EPS", bits(eps))],
             dtype: x.dtype(),
             grid: [NORM_THREADS, rows, 1],
             group: [NORM_THREADS, 1, 1],
@@ -214,7 +172,7 @@ impl Kernels {
         let mut out = self.norm.call(&Call {
             inputs: &[x, gain],
             outputs: &[(x.shape(), x.dtype())],
-            ints: &[("D", width), ("THREADS", NORM_THREADS), ("EPS", bits(eps))],
+            ints: &[("THREADS", NORM_THREADS), ("EPS", bits(eps))],
             dtype: x.dtype(),
             grid: [NORM_THREADS, rows, 1],
             group: [NORM_THREADS, 1, 1],

@@ -7,7 +7,7 @@ use mlx_rs::fast::{scaled_dot_product_attention, ScaledDotProductAttentionMask};
 use mlx_rs::ops::{concatenate, sigmoid};
 use mlx_rs::Array;
 
-use super::norm::RmsNorm;
+use super::norm::{RmsNorm, Stream};
 use super::rope::{Rope, Rotation};
 use crate::cache::KvCache;
 use crate::mlx::cpu::{self, attention::Heads, op::AttentionCall};
@@ -36,14 +36,28 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// x [B, L, D] → [B, L, D]; appends L slots to `cache`.
-    pub fn forward(&self, x: &Array, rotation: &Rotation, cache: &mut KvCache) -> Result<Array> {
-        if let (Path::Cpu, Rotation::Table(cos, sin), 1) = (self.rope.path, rotation, x.dim(0)) {
-            return self.forward_cpu(x, (cos, sin), cache);
-        }
-        if let (Path::Gpu, Rotation::Table(cos, sin), 1) = (self.rope.path, rotation, x.dim(0)) {
-            return self.forward_gpu(x, (cos, sin), cache);
-        }
+    /// Reads the stream's norm and adds to the stream; appends its L rows to `cache`.
+    pub fn forward(
+        &self,
+        stream: &mut Stream,
+        norm: &RmsNorm,
+        rotation: &Rotation,
+        cache: &mut KvCache,
+    ) -> Result<()> {
+        let y = match (self.rope.path, rotation, stream.rows()) {
+            (Path::Cpu, Rotation::Table(cos, sin), (1, rows)) => {
+                self.mix_cpu(&stream.project(norm, &self.qkv)?, rows, (cos, sin), cache)?
+            }
+            (Path::Gpu, Rotation::Table(cos, sin), (1, rows)) => {
+                self.mix_gpu(&stream.project(norm, &self.qkv)?, rows, (cos, sin), cache)?
+            }
+            _ => self.mix(&stream.norm(norm)?, rotation, cache)?,
+        };
+        stream.add_product(&y, &self.out)
+    }
+
+    /// What the output projection reads: x [B, L, D] → [B, L, H * d].
+    fn mix(&self, x: &Array, rotation: &Rotation, cache: &mut KvCache) -> Result<Array> {
         let (batch, rows) = (x.dim(0), x.dim(1));
         let (h, kv, d) = (self.heads, self.kv_heads, self.head_dim);
         let parts = self.qkv.forward(x)?;
@@ -59,37 +73,46 @@ impl Attention {
         let scale = (d as f32).powf(-0.5);
         let o = attend(&q, &keys, &values, scale)?;
         let o = heads_first(&o)?.reshape(&[batch, rows, h * d])?;
-        self.out.forward(&o.multiply(&sigmoid(&gate)?)?)
+        o.multiply(&sigmoid(&gate)?)
     }
 
     /// The same with fused kernels before and after MLX's attention.
-    fn forward_gpu(&self, x: &Array, table: (&Array, &Array), cache: &mut KvCache) -> Result<Array> {
+    fn mix_gpu(
+        &self,
+        packed: &Array,
+        rows: i32,
+        table: (&Array, &Array),
+        cache: &mut KvCache,
+    ) -> Result<Array> {
         let kernels = gpu::kernels()?;
-        let packed = self.qkv.joined(x)?;
         let heads = gpu::Heads {
             query: self.heads,
             kv: self.kv_heads,
             dim: self.head_dim,
         };
         let gains = (&self.q_norm.gain, &self.k_norm.gain);
-        let (q, k, v) = kernels.attention_prepare(heads, &packed, gains, self.q_norm.eps, table)?;
-        let (before, rows) = (cache.offset(), x.dim(1));
+        let (q, k, v) = kernels.attention_prepare(heads, packed, gains, self.q_norm.eps, table)?;
+        let before = cache.offset();
         let (keys, values) = cache.append(&k, &v)?;
         if rows <= FEW_ROWS && before + rows <= gpu::ROWS_SLOTS && self.head_dim % 32 == 0 {
             let (keys, values) = cache
                 .buffers()
                 .ok_or_else(|| Exception::custom("appended to no buffer"))?;
-            let y = kernels.attention_rows(heads, &q, keys, values, before, &packed)?;
-            return self.out.forward(&y);
+            return kernels.attention_rows(heads, &q, keys, values, before, packed);
         }
         let scale = (self.head_dim as f32).powf(-0.5);
         let o = attend(&q, &keys, &values, scale)?;
-        self.out.forward(&kernels.attention_gate(heads, &o, &packed)?)
+        kernels.attention_gate(heads, &o, packed)
     }
 
     /// The same in two fused nodes around the projections.
-    fn forward_cpu(&self, x: &Array, table: (&Array, &Array), cache: &mut KvCache) -> Result<Array> {
-        let packed = self.qkv.joined(x)?;
+    fn mix_cpu(
+        &self,
+        packed: &Array,
+        rows: i32,
+        table: (&Array, &Array),
+        cache: &mut KvCache,
+    ) -> Result<Array> {
         let heads = Heads {
             query: self.heads as usize,
             kv: self.kv_heads as usize,
@@ -103,14 +126,13 @@ impl Attention {
         let gains = (&self.q_norm.gain, &self.k_norm.gain);
         let mut queries = None;
         let shape = [1, self.kv_heads, self.head_dim];
-        let (keys, values) = cache.append_in_place(x.dim(1), shape, x.dtype(), |k, v| {
-            let (q, k, v) = cpu::op::attention_prepare(call, &packed, gains, table, k, v)?;
+        let (keys, values) = cache.append_in_place(rows, shape, packed.dtype(), |k, v| {
+            let (q, k, v) = cpu::op::attention_prepare(call, packed, gains, table, k, v)?;
             queries = Some(q);
             Ok((k, v))
         })?;
         let queries = queries.ok_or_else(|| Exception::custom("attention without queries"))?;
-        self.out
-            .forward(&cpu::op::attention(call, &packed, &queries, &keys, &values)?)
+        cpu::op::attention(call, packed, &queries, &keys, &values)
     }
 
     /// Arrays held.

@@ -6,6 +6,7 @@ use mlx_rs::error::Result;
 use mlx_rs::ops::zeros_dtype;
 use mlx_rs::{Array, Dtype};
 
+use super::norm::{RmsNorm, Stream};
 use crate::cache::{RecurrentCache, RecurrentState, StateRows};
 use crate::mlx::delta::{cpu_net, gpu_net, graph_net, DeltaInput, DeltaParams, Keep};
 use crate::mlx::{ops, Path};
@@ -28,14 +29,20 @@ pub struct DeltaLayer {
 }
 
 impl DeltaLayer {
-    /// x [B, L, D] → [B, L, D], from slot `offset` on.
-    pub fn forward(&self, x: &Array, offset: i32, cache: &mut RecurrentCache) -> Result<Array> {
-        let (batch, rows) = (x.dim(0), x.dim(1));
+    /// Reads the stream's norm and adds to the stream, from slot `offset` on.
+    pub fn forward(
+        &self,
+        stream: &mut Stream,
+        norm: &RmsNorm,
+        offset: i32,
+        cache: &mut RecurrentCache,
+    ) -> Result<()> {
+        let (batch, rows) = stream.rows();
         let shape = self.params.shape;
         let start = match cache.live() {
             Some(state) => state.clone(),
             None => RecurrentState {
-                conv: zeros_dtype(&[batch, shape.taps - 1, shape.channels()], x.dtype())?,
+                conv: zeros_dtype(&[batch, shape.taps - 1, shape.channels()], stream.dtype())?,
                 state: zeros_dtype(
                     &[batch, shape.value_heads, shape.value_dim, shape.key_dim],
                     Dtype::Float32,
@@ -52,20 +59,20 @@ impl DeltaLayer {
         let output = match self.path {
             Path::Cpu => cpu_net(
                 &self.params,
-                &self.input.joined(x)?,
+                &stream.project(norm, &self.input)?,
                 &start.conv,
                 &start.state,
                 keep,
             )?,
             Path::Gpu => gpu_net(
                 &self.params,
-                &self.input.joined(x)?,
+                &stream.project(norm, &self.input)?,
                 &start.conv,
                 &start.state,
                 keep,
             )?,
             Path::Graph => {
-                let parts = self.input.forward(x)?;
+                let parts = self.input.forward(&stream.norm(norm)?)?;
                 let input = DeltaInput {
                     mix: &parts[0],
                     z: &parts[1],
@@ -103,7 +110,7 @@ impl DeltaLayer {
             },
             kept,
         );
-        self.out.forward(&output.y)
+        stream.add_product(&output.y, &self.out)
     }
 
     /// Arrays held.

@@ -11,6 +11,7 @@ use mlx_rs::Array;
 use crate::mlx::{cpu, gpu, ops, Path};
 use crate::model::linear::{Linear, Packed};
 use crate::model::qwen3_5::experts::Experts;
+use crate::model::qwen3_5::norm::{RmsNorm, Stream};
 
 /// A layer's feed-forward part.
 #[derive(Debug)]
@@ -22,11 +23,21 @@ pub enum Mlp {
 }
 
 impl Mlp {
-    /// x [B, L, D] → [B, L, D].
-    pub fn forward(&self, x: &Array) -> Result<Array> {
+    /// Reads the stream's norm and adds to the stream.
+    pub fn forward(&self, stream: &mut Stream, norm: &RmsNorm) -> Result<()> {
         match self {
-            Self::Dense(mlp) => mlp.forward(x),
-            Self::Moe(moe) => moe.forward(x),
+            Self::Dense(mlp) => {
+                let inner = match stream.gated(norm, &mlp.gate_up)? {
+                    Some(inner) => inner,
+                    None => mlp.inner(&stream.norm(norm)?)?,
+                };
+                stream.add_product(&inner, &mlp.down)
+            }
+            Self::Moe(moe) => {
+                let y = moe.forward(&stream.norm(norm)?)?;
+                stream.add(y);
+                Ok(())
+            }
         }
     }
 
@@ -59,16 +70,19 @@ pub struct SwiGlu {
 impl SwiGlu {
     /// x [..., D] → [..., D].
     pub fn forward(&self, x: &Array) -> Result<Array> {
-        if self.path == Path::Cpu {
-            return self.down.forward(&cpu::op::swiglu(&self.gate_up.joined(x)?)?);
+        self.down.forward(&self.inner(x)?)
+    }
+
+    /// `silu(gate(x)) * up(x)`; x [..., D] → [..., I].
+    fn inner(&self, x: &Array) -> Result<Array> {
+        match self.path {
+            Path::Cpu => cpu::op::swiglu(&self.gate_up.joined(x)?),
+            Path::Gpu => gpu::kernels()?.swiglu(&self.gate_up.joined(x)?),
+            Path::Graph => {
+                let parts = self.gate_up.forward(x)?;
+                swiglu(&parts[0], &parts[1])
+            }
         }
-        if self.path == Path::Gpu {
-            return self
-                .down
-                .forward(&gpu::kernels()?.swiglu(&self.gate_up.joined(x)?)?);
-        }
-        let parts = self.gate_up.forward(x)?;
-        self.down.forward(&swiglu(&parts[0], &parts[1])?)
     }
 
     fn arrays(&self) -> Vec<&Array> {

@@ -97,16 +97,15 @@ impl Layer {
         offset: i32,
         cache: &mut LayerCache,
     ) -> Result<()> {
-        let normed = stream.norm(&self.input_norm)?;
-        let mixed = match (&self.mixer, cache) {
-            (Mixer::Full(attention), LayerCache::Kv(kv)) => attention.forward(&normed, rotation, kv)?,
-            (Mixer::Delta(delta), LayerCache::Recurrent(state)) => delta.forward(&normed, offset, state)?,
+        let norm = &self.input_norm;
+        match (&self.mixer, cache) {
+            (Mixer::Full(attention), LayerCache::Kv(kv)) => attention.forward(stream, norm, rotation, kv)?,
+            (Mixer::Delta(delta), LayerCache::Recurrent(state)) => {
+                delta.forward(stream, norm, offset, state)?
+            }
             _ => return Err(Exception::custom("cache of another kind than its layer")),
-        };
-        stream.add(mixed);
-        let normed = stream.norm(&self.post_norm)?;
-        stream.add(self.mlp.forward(&normed)?);
-        Ok(())
+        }
+        self.mlp.forward(stream, &self.post_norm)
     }
 
     fn new_cache(&self) -> LayerCache {

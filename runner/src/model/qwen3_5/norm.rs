@@ -5,9 +5,11 @@
 
 use mlx_rs::error::Result;
 use mlx_rs::fast::rms_norm;
-use mlx_rs::Array;
+use mlx_rs::{Array, Dtype};
 
+use crate::mlx::gpu::products::Gain;
 use crate::mlx::{cpu, gpu, ops, Path};
+use crate::model::linear::{Linear, Packed};
 
 /// A norm over the last axis.
 #[derive(Debug, Clone)]
@@ -44,7 +46,8 @@ impl RmsNorm {
     }
 }
 
-/// The residual stream: what a block has added is summed when the next norm reads it, in one pass.
+/// The residual stream: what a block has added is summed when the next norm reads it, in one pass, or by the block's own
+/// last product where that can.
 #[derive(Debug)]
 pub struct Stream {
     x: Array,
@@ -57,6 +60,16 @@ impl Stream {
         Self { x, added: None }
     }
 
+    /// Rows of the stream by sequence, [B, L].
+    pub fn rows(&self) -> (i32, i32) {
+        (self.x.dim(0), self.x.dim(1))
+    }
+
+    /// Its type.
+    pub fn dtype(&self) -> Dtype {
+        self.x.dtype()
+    }
+
     /// Adds a block's output.
     pub fn add(&mut self, block: Array) {
         debug_assert!(
@@ -64,6 +77,19 @@ impl Stream {
             "every block reads the stream before it adds to it"
         );
         self.added = Some(block);
+    }
+
+    /// Adds a product, a block's last step.
+    pub fn add_product(&mut self, y: &Array, matrix: &Linear) -> Result<()> {
+        debug_assert!(
+            self.added.is_none(),
+            "every block reads the stream before it adds to it"
+        );
+        match matrix.forward_added(y, &self.x)? {
+            Some(sum) => self.x = sum,
+            None => self.added = Some(matrix.forward(y)?),
+        }
+        Ok(())
     }
 
     /// The norm of the stream as it stands.
@@ -76,5 +102,30 @@ impl Stream {
             }
             None => norm.forward(&self.x),
         }
+    }
+
+    /// The stream's norm times packed matrices, side by side: [B, L, sum of outputs].
+    pub fn project(&mut self, norm: &RmsNorm, matrices: &Packed) -> Result<Array> {
+        match self.few(norm, matrices, false)? {
+            Some(y) => Ok(y),
+            None => matrices.joined(&self.norm(norm)?),
+        }
+    }
+
+    /// `silu(gate) * up` of the stream's norm, where that is one launch with its product.
+    pub fn gated(&mut self, norm: &RmsNorm, gate_up: &Packed) -> Result<Option<Array>> {
+        self.few(norm, gate_up, true)
+    }
+
+    fn few(&mut self, norm: &RmsNorm, matrices: &Packed, gated: bool) -> Result<Option<Array>> {
+        // What is still to be added is summed by the norm's own pass.
+        if self.added.is_some() {
+            return Ok(None);
+        }
+        let gain = Gain {
+            gain: &norm.gain,
+            eps: norm.eps,
+        };
+        matrices.few_normed(&self.x, gain, gated)
     }
 }
