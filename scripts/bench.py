@@ -21,6 +21,7 @@ import urllib.request
 
 HERE = pathlib.Path(__file__).resolve().parent.parent
 BUNDLED = HERE / "fixtures/models/tiny-qwen3.5-mtp"
+RUNNER = HERE / "target/release/lookahead-runner"
 PINS = {"mlx-lm": ["mlx-lm==0.32.2", "mlx[cpu]==0.32.2"], "transformers": ["transformers==5.24.0", "torch", "safetensors"]}
 PROMPTS = {
     "code": "def __init__(self, name, value=None):\n        self.name = name\n",
@@ -40,10 +41,9 @@ def install(package):
 class Runner:
     """Our runner, driven over its pipes."""
 
-    def __init__(self, model, flags=()):
-        path = HERE / "target/release/lookahead-runner"
+    def __init__(self, model, flags=("--cache-device", "0")):
         self.process = subprocess.Popen(
-            [path, "--model", model, "--cache-device", "0", *flags],
+            [RUNNER, "--model", model, *flags],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.count = 0
         self.until(lambda event: event["type"] in ("ready", "error"))
@@ -83,9 +83,42 @@ class Runner:
         done = self.generate(tokens, 0)
         return (len(tokens) - 1) / (done["prompt_eval_duration"] / 1e9)
 
+    def first_token(self, tokens):
+        """Milliseconds from the request to its first token, the prefix cache in use."""
+        self.count += 1
+        name = f"f{self.count}"
+        request = {"type": "generate", "id": name, "tokens": tokens, "options": {"temperature": 0, "num_predict": 4,
+                                                                                 "ignore_eos": True}}
+        start = time.perf_counter()
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        self.until(lambda event: event.get("id") == name and event["type"] in ("token", "error"))
+        elapsed = time.perf_counter() - start
+        self.until(lambda event: event.get("id") == name and event["type"] in ("done", "error"))
+        return elapsed * 1e3
+
     def close(self):
         self.process.stdin.close()
         self.process.wait()
+
+
+def first_tokens(model, tokens, runs):
+    """Time to first token of a prompt never seen, and of the same prompt again; medians."""
+    runner = Runner(model, flags=("--draft", "off"))
+    runner.first_token(tokens[: len(tokens) // 2])
+    cold, warm = [], []
+    for run in range(runs):
+        prompt = [tokens[run + 1], *tokens[1:]]
+        cold.append(runner.first_token(prompt))
+        warm.append(runner.first_token(prompt))
+    runner.close()
+    return {"cold": statistics.median(cold), "warm": statistics.median(warm)}
+
+
+def widths(model):
+    """What forwards of several widths cost."""
+    output = subprocess.run([RUNNER, "--model", model, "--measure"], check=True, capture_output=True, text=True).stdout
+    return json.loads(output)
 
 
 PEER = r"""
@@ -251,10 +284,10 @@ def main():
     runner.close()
     for peer in peers.values():
         peer.close()
-    report(args, figures, drafting)
+    report(args, figures, drafting, first_tokens(args.model, long, args.runs), widths(args.model))
 
 
-def report(args, figures, drafting):
+def report(args, figures, drafting, first, measured):
     lines = ["| tokens/s (median of %d) | %s |" % (args.runs, " | ".join(figures["decode"])),
              "|---|" + "---|" * len(figures["decode"])]
     medians = {what: {name: statistics.median(values) for name, values in rows.items()} for what, rows in figures.items()}
@@ -272,10 +305,16 @@ def report(args, figures, drafting):
         depth = " ".join(f"{k}:{v}" for k, v in row["depth"].items())
         lines.append(f"| {kind} | {row['tokens_per_second']:,.0f} | {row['ratio_to_plain']:.2f} | "
                      f"{row['accepted_per_tested']:.2f} | {depth} |")
+    lines += ["", f"Time to first token, {args.prompt} tokens: {first['cold']:.1f} ms never seen, {first['warm']:.1f} ms seen before.",
+              "", "| rows of a forward | " + " | ".join(str(row["rows"]) for row in measured["widths"]) + " |",
+              "|---|" + "---|" * len(measured["widths"]),
+              "| milliseconds | " + " | ".join(f"{row['milliseconds']:.2f}" for row in measured["widths"]) + " |",
+              "", f"A pipelined step takes {measured['pipelined_step']:.2f} ms; its graph has {measured['operations']} operations."]
     table = "\n".join(lines)
     print(table)
     if args.json:
-        args.json.write_text(json.dumps({"figures": figures, "medians": medians, "drafting": drafting}, indent=1))
+        args.json.write_text(json.dumps({"figures": figures, "medians": medians, "drafting": drafting, "first_token_ms": first,
+                                         "measured": measured}, indent=1))
     if args.markdown:
         args.markdown.write_text(table + "\n")
 
