@@ -3,15 +3,16 @@
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use lookahead_protocol::event::Done;
-use lookahead_scheduler::log;
+use lookahead_scheduler::{catalog, log};
 use serde_json::{json, Value};
 
-use super::generation::draft_field;
+use super::modes::{median, modes, rate};
 use super::programs::ProgramArguments;
-use super::session::{Ending, Session};
+use super::session::Session;
 
 /// Prompts of different kinds: drafting pays on some and not on others.
 pub(crate) const PROMPTS: [(&str, &str); 3] = [
@@ -59,44 +60,31 @@ pub(crate) fn run(arguments: &BenchArguments) -> anyhow::Result<ExitCode> {
     let mut settings = arguments.programs.settings()?;
     settings.relay_stderr = false;
     settings.keep_alive = -1;
+    let spec = catalog::find(&settings, &arguments.model)?;
+    let names = arguments.draft.iter().map(String::as_str);
+    let modes = modes(&mut settings, &arguments.model, &spec, names)?;
+    let first = modes.first().context("there is no drafting mode to measure")?;
     let mut session = Session::start(settings)?;
-    let steps = (PROMPTS.len() * arguments.draft.len() + 1) as u64 * u64::from(arguments.runs);
+    let steps = (PROMPTS.len() * modes.len() + 1) as u64 * u64::from(arguments.runs);
     let bar = ProgressBar::new(steps);
     if !std::io::stderr().is_terminal() {
         bar.set_draw_target(ProgressDrawTarget::hidden());
     }
     let mut rows = Vec::new();
     for (kind, prompt) in PROMPTS {
-        let mut runs: Vec<Vec<Done>> = vec![Vec::new(); arguments.draft.len()];
+        let mut runs: Vec<Vec<Done>> = vec![Vec::new(); modes.len()];
         // Modes take turns, so that a machine that is slow for a while is so for all of them.
         for _ in 0..arguments.runs {
-            for (draft, runs) in arguments.draft.iter().zip(&mut runs) {
-                runs.push(generate(
-                    &mut session,
-                    &arguments.model,
-                    prompt,
-                    draft,
-                    arguments.tokens,
-                )?);
+            for (mode, runs) in modes.iter().zip(&mut runs) {
+                runs.push(mode.generate(&mut session, prompt, arguments.tokens)?);
                 bar.inc(1);
             }
         }
-        rows.extend(
-            arguments
-                .draft
-                .iter()
-                .zip(&runs)
-                .map(|(draft, runs)| row(kind, draft, runs)),
-        );
+        rows.extend(modes.iter().zip(&runs).map(|(mode, runs)| row(kind, &mode.name, runs)));
     }
     let mut prefills = Vec::new();
     for run in 0..arguments.runs {
-        let ids: Vec<u32> = (0..arguments.prefill)
-            .map(|at| 100 + (at * 7 + run * 13) % 1000)
-            .collect();
-        let request = json!({"type": "generate", "id": session.next_id(), "model": arguments.model, "tokens": ids,
-            "cache": false, "options": {"num_predict": 0}});
-        let done = done_of(session.follow(&request, |_| Ok(()))?)?;
+        let done = first.prefill(&mut session, arguments.prefill, run)?;
         prefills.push(rate(done.prompt_eval_count, done.prompt_eval_duration));
         bar.inc(1);
     }
@@ -110,42 +98,6 @@ pub(crate) fn run(arguments: &BenchArguments) -> anyhow::Result<ExitCode> {
         print_table(&report);
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// One greedy generation of a fixed length.
-pub(crate) fn generate(
-    session: &mut Session,
-    model: &str,
-    prompt: &str,
-    draft: &str,
-    tokens: u32,
-) -> anyhow::Result<Done> {
-    let request = json!({"type": "generate", "id": session.next_id(), "model": model, "prompt": prompt, "cache": false,
-        "options": {"temperature": 0, "num_predict": tokens, "ignore_eos": true}, "draft": draft_field(draft)?});
-    done_of(session.follow(&request, |_| Ok(()))?)
-}
-
-fn done_of(ending: Ending) -> anyhow::Result<Done> {
-    match ending {
-        Ending::Done(done) => Ok(*done),
-        Ending::Failed(failure) => anyhow::bail!("{}: {}", failure.code, failure.message),
-        Ending::Answer => anyhow::bail!("an answer that is no generation"),
-    }
-}
-
-/// Tokens a second.
-pub(crate) fn rate(tokens: u64, nanoseconds: u64) -> f64 {
-    if nanoseconds == 0 {
-        0.0
-    } else {
-        tokens as f64 * 1e9 / nanoseconds as f64
-    }
-}
-
-/// The middle value.
-pub(crate) fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(0.0)
 }
 
 fn row(kind: &str, draft: &str, runs: &[Done]) -> Value {
@@ -191,16 +143,4 @@ fn print_table(report: &Value) {
         prefill["tokens"],
         prefill["tokens_per_second"].as_f64().unwrap_or(0.0)
     );
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_median_is_the_middle_one() {
-        assert_eq!(median(&mut [3.0, 1.0, 2.0]), 2.0);
-        assert_eq!(median(&mut []), 0.0);
-        assert_eq!(rate(10, 2_000_000_000), 5.0);
-    }
 }

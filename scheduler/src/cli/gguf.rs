@@ -45,6 +45,7 @@ pub(crate) fn gguf(arguments: GgufArguments) -> anyhow::Result<ExitCode> {
         context: arguments.context,
         threads: arguments.threads,
         max_line_bytes: arguments.max_line_bytes,
-    })?;
+    })
+    .map_err(super::Broken)?;
     Ok(ExitCode::from(code))
 }

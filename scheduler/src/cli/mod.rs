@@ -1,13 +1,15 @@
 //! The command line for people and for hosts.
 //!
 //! Invariant: what a command prints on stdout is its result and nothing else; progress, statistics and errors go to stderr.
-//! Exit status: 0 for success, 1 for a failed request or load, 2 for a bad command line, 130 after Ctrl-C.
+//! Exit status: 0 for success, 1 for a failed request or load, 2 for a bad command line or configuration, 3 for a fault of the
+//! program's own, 130 after Ctrl-C.
 
 mod bench;
 mod chat;
 mod generation;
 mod gguf;
 mod inspect;
+mod modes;
 mod programs;
 mod replay;
 mod run;
@@ -18,6 +20,7 @@ mod tune;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use lookahead_scheduler::config::ConfigError;
 
 /// Runs Qwen3.5-family models fast, each in a process of its own.
 #[derive(Debug, Parser)]
@@ -86,11 +89,27 @@ pub(crate) fn main() -> ExitCode {
         lookahead_scheduler::log::flush(std::time::Duration::from_millis(200));
         // The alternate form has the whole chain of causes on one line.
         eprintln!("lookahead: {error:#}");
-        ExitCode::FAILURE
+        if error.is::<ConfigError>() || error.is::<Refused>() {
+            ExitCode::from(2)
+        } else if error.is::<Broken>() {
+            ExitCode::from(3)
+        } else {
+            ExitCode::FAILURE
+        }
     });
     lookahead_scheduler::log::flush(std::time::Duration::from_millis(200));
     code
 }
+
+/// A command line that is well formed and can't be followed all the same.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Refused(String);
+
+/// A fault of this program's own.
+#[derive(Debug, thiserror::Error)]
+#[error("the scheduler failed: {0}")]
+struct Broken(#[source] std::io::Error);
 
 /// Writes the manual: one page for the program, followed by one for each command.
 fn manual() -> anyhow::Result<ExitCode> {

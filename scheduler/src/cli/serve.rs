@@ -10,6 +10,7 @@ use lookahead_scheduler::record::Recorder;
 use lookahead_scheduler::{log, stdio};
 
 use super::programs::ProgramArguments;
+use super::{Broken, Refused};
 
 /// Flags of `serve`.
 #[derive(Debug, Args)]
@@ -55,9 +56,12 @@ pub(crate) fn serve(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     let programs =
         Programs::find(settings.runner.as_deref()).context("can't find this program's own executable")?;
     let recorder = match &arguments.record {
-        Some(path) => Some(Recorder::create(path).with_context(|| format!("--record {}", path.display()))?),
+        Some(path) => Some(
+            Recorder::create(path)
+                .map_err(|error| Refused(format!("--record {}: {error}", path.display())))?,
+        ),
         None => None,
     };
-    stdio::serve(settings, programs, recorder).context("the scheduler failed")?;
+    stdio::serve(settings, programs, recorder).map_err(Broken)?;
     Ok(ExitCode::SUCCESS)
 }

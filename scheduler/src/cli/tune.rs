@@ -13,20 +13,21 @@ use lookahead_scheduler::log;
 use lookahead_scheduler::programs::Programs;
 use serde_json::{json, Value};
 
-use super::bench::{generate, median, rate, PROMPTS};
+use super::bench::PROMPTS;
+use super::modes::{median, modes, rate, Mode};
 use super::programs::ProgramArguments;
 use super::session::Session;
 
 /// The least gain that counts, as a ratio: less is within the noise.
 const WORTH: f64 = 1.03;
-/// Depths that are tried.
-const DEPTHS: [u8; 4] = [1, 2, 3, 4];
+/// What is tried, the one that all others are compared with first.
+const MODES: [&str; 6] = ["off", "auto", "1", "2", "3", "4"];
 
 /// Flags of `tune`.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  lookahead tune models/Qwen3.5-4B --save lookahead.toml")]
 pub(crate) struct TuneArguments {
-    /// A checkpoint directory or a configured name.
+    /// A checkpoint directory, a GGUF file or a configured name.
     model: String,
     /// Tokens of each generation.
     #[arg(long, value_name = "N", default_value_t = 96)]
@@ -51,33 +52,25 @@ pub(crate) fn run(arguments: &TuneArguments) -> anyhow::Result<ExitCode> {
     settings.relay_stderr = false;
     settings.keep_alive = -1;
     let spec = catalog::find(&settings, &arguments.model)?;
-    anyhow::ensure!(
-        spec.kind == Kind::Mlx,
-        "llama-server drafts at a fixed depth; compare two with `lookahead bench`"
-    );
     let programs =
         Programs::find(settings.runner.as_deref()).context("can't find this program's own executable")?;
-    eprintln!("measuring the cost of each width");
-    let cost = cost_of_widths(&programs, &spec);
+    let cost = match spec.kind {
+        Kind::Mlx => {
+            eprintln!("measuring the cost of each width");
+            cost_of_widths(&programs, &spec)
+        }
+        Kind::Gguf => Value::Null,
+    };
+    let modes = modes(&mut settings, &arguments.model, &spec, MODES.into_iter())?;
+    let mut tried: Vec<Tried> = modes.into_iter().map(Tried::new).collect();
     let mut session = Session::start(settings)?;
-    let modes: Vec<String> = ["off", "auto"]
-        .iter()
-        .map(|&mode| mode.to_owned())
-        .chain(DEPTHS.iter().map(u8::to_string))
-        .collect();
-    let mut tried: Vec<Mode> = modes.iter().map(|mode| Mode::new(mode)).collect();
     for round in 1..=arguments.runs {
         eprintln!("measuring generations, round {round} of {}", arguments.runs);
         for (_, prompt) in PROMPTS {
             // Modes take turns, so that a machine that is slow for a while is so for all of them.
             for mode in &mut tried {
-                mode.count(&generate(
-                    &mut session,
-                    &arguments.model,
-                    prompt,
-                    &mode.name,
-                    arguments.tokens,
-                )?);
+                let done = mode.mode.generate(&mut session, prompt, arguments.tokens)?;
+                mode.count(&done);
             }
         }
     }
@@ -102,18 +95,18 @@ pub(crate) fn run(arguments: &TuneArguments) -> anyhow::Result<ExitCode> {
 }
 
 /// What was measured of one drafting mode.
-struct Mode {
-    name: String,
+struct Tried {
+    mode: Mode,
     /// Tokens a second, one for each generation.
     speeds: Vec<f64>,
     /// Tested and accepted by position.
     positions: Vec<(u64, u64)>,
 }
 
-impl Mode {
-    fn new(name: &str) -> Self {
+impl Tried {
+    fn new(mode: Mode) -> Self {
         Self {
-            name: name.to_owned(),
+            mode,
             speeds: Vec::new(),
             positions: Vec::new(),
         }
@@ -134,7 +127,7 @@ impl Mode {
         let mut ratios: Vec<f64> = pairs.map(|(speed, off)| speed / off).collect();
         let share = |&(tested, accepted): &(u64, u64)| (tested > 0).then(|| accepted as f64 / tested as f64);
         let acceptance: Vec<Option<f64>> = self.positions.iter().map(share).collect();
-        json!({"draft": self.name, "tokens_per_second": median(&mut self.speeds.clone()), "to_off": median(&mut ratios),
+        json!({"draft": self.mode.name, "tokens_per_second": median(&mut self.speeds.clone()), "to_off": median(&mut ratios),
             "acceptance": acceptance})
     }
 }

@@ -1,7 +1,7 @@
 //! From llama-server's stream to the protocol's events.
 //!
-//! Invariant: `eval_count` is exactly the number of ids delivered; the id that ends a request is not delivered; and a stream
-//! that stops without its last event is a failure, whatever arrived before.
+//! Invariant: `eval_count` is exactly the number of ids delivered; the id that ends a request is not delivered, and no id is that
+//! lies wholly in a stop string; and a stream that stops without its last event is a failure, whatever arrived before.
 
 use lookahead_protocol::event::{
     Done, DoneReason, DraftStats, Prefill, Prompt, Token, TokenLogprob, TopLogprob,
@@ -9,118 +9,162 @@ use lookahead_protocol::event::{
 use lookahead_protocol::Event;
 use serde_json::Value;
 
+use super::rounds::Rounds;
+
+/// What the server can be asked about ids and text while it streams.
+pub(super) trait Words {
+    /// The ids of a text.
+    fn ids_of(&self, text: &str) -> Option<Vec<u32>>;
+    /// The text of ids.
+    fn text_of(&self, ids: &[u32]) -> Option<String>;
+}
+
 /// One answer while it is streamed.
 #[derive(Debug)]
-pub struct Answer {
+pub(super) struct Answer {
     id: String,
     progress: bool,
     /// `num_predict` 0: the server generates one token all the same, which is dropped.
     silent: bool,
+    stops: Vec<String>,
     prompt_tokens: u64,
     prompt_told: bool,
+    cached: u64,
     /// Ids that the server has counted so far.
     predicted: u64,
     delivered: u64,
-    /// The last id if it came without text: the one that ends the answer, or a hidden one.
-    held: Option<Token>,
+    /// Ids that came without text: hidden ones, the one that ends the answer, and those whose text the server keeps back
+    /// because a stop string may begin in it.
+    held: Vec<Token>,
+    /// Text that came while ids were held: theirs. Its own id may be the one that ends the answer.
+    late: Option<Token>,
+    /// How many ids the server has counted but not sent, of text that is still to come.
+    lacking: u64,
+    rounds: Rounds,
+    prompt_duration: u64,
+    duration: u64,
+}
+
+/// What an answer is to.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Asked {
+    pub(super) id: String,
+    pub(super) prompt_tokens: u64,
+    /// Ids that the server may generate.
+    pub(super) budget: u64,
+    pub(super) stops: Vec<String>,
+    pub(super) progress: bool,
+    /// `num_predict` 0.
+    pub(super) silent: bool,
 }
 
 impl Answer {
-    /// For a request with a prompt of so many tokens.
-    pub fn new(id: String, prompt_tokens: u64, progress: bool, silent: bool) -> Self {
+    pub(super) fn new(asked: Asked) -> Self {
         Self {
-            id,
-            progress,
-            silent,
-            prompt_tokens,
+            id: asked.id,
+            progress: asked.progress,
+            silent: asked.silent,
+            stops: asked.stops,
+            prompt_tokens: asked.prompt_tokens,
             prompt_told: false,
+            cached: 0,
             predicted: 0,
             delivered: 0,
-            held: None,
+            held: Vec::new(),
+            late: None,
+            lacking: 0,
+            rounds: Rounds::new(asked.budget),
+            prompt_duration: 0,
+            duration: 0,
         }
     }
 
-    /// How many ids were delivered.
-    pub fn delivered(&self) -> u64 {
-        self.delivered
-    }
-
     /// Takes one event of the stream; the last one gives the request's `done`, of which the total and the queue time are still
-    /// to be set. `ids_of` gives a text's ids; it is asked where the server sent fewer than it counted.
-    pub fn take(
+    /// to be set.
+    pub(super) fn take(
         &mut self,
         data: &Value,
-        ids_of: impl FnOnce(&str) -> Option<Vec<u32>>,
+        words: &dyn Words,
         mut emit: impl FnMut(Event),
     ) -> Option<Done> {
         if let Some(progress) = data.get("prompt_progress") {
-            let cached = progress.get("cache").and_then(Value::as_u64).unwrap_or(0);
-            self.tell_prompt(cached, &mut emit);
+            let figure = |name: &str| progress.get(name).and_then(Value::as_u64);
+            self.tell_prompt(figure("cache").unwrap_or(0), &mut emit);
             if self.progress {
-                let done = progress.get("processed").and_then(Value::as_u64).unwrap_or(0);
-                let total = progress
-                    .get("total")
-                    .and_then(Value::as_u64)
-                    .unwrap_or(self.prompt_tokens);
                 emit(Event::Prefill(Prefill {
                     id: self.id.clone(),
-                    done,
-                    total,
+                    done: figure("processed").unwrap_or(0),
+                    total: figure("total").unwrap_or(self.prompt_tokens),
                 }));
             }
             // The other fields of such an event are fillers.
             return None;
         }
-        let last = data.get("stop").and_then(Value::as_bool) == Some(true);
-        let cached = data
-            .pointer("/timings/cache_n")
-            .and_then(Value::as_u64)
-            .unwrap_or(0);
-        self.tell_prompt(cached, &mut emit);
-        if last {
-            return Some(self.finish(data, emit));
-        }
+        self.tell_prompt(timing(data, "cache_n"), &mut emit);
+        let is_last = data.get("stop").and_then(Value::as_bool) == Some(true);
+        let otherwise = if is_last { self.predicted } else { self.predicted + 1 };
         let counted = data
             .get("tokens_predicted")
             .and_then(Value::as_u64)
-            .unwrap_or(self.predicted + 1);
+            .unwrap_or(otherwise);
+        self.rounds
+            .see(counted, timing(data, "draft_n"), timing(data, "draft_n_accepted"));
+        if data.get("timings").is_some() {
+            self.cached = timing(data, "cache_n");
+            self.prompt_duration = nanoseconds(data, "prompt_ms");
+            self.duration = nanoseconds(data, "predicted_ms");
+        }
+        if is_last {
+            return Some(self.finish(data, counted, words, emit));
+        }
         let news = counted.saturating_sub(self.predicted);
         self.predicted = counted;
+        if let Some(late) = self.late.take() {
+            self.deliver_with_held(late, Some(words), &mut emit);
+        }
+        let token = self.token(data);
+        // A character made of several ids arrives with only the last one.
+        self.lacking += news.saturating_sub(token.tokens.len() as u64);
+        if token.text.is_empty() {
+            self.held.push(token);
+        } else if self.held.is_empty() || self.stops.is_empty() {
+            self.deliver_with_held(token, Some(words), &mut emit);
+        } else {
+            self.late = Some(token);
+        }
+        None
+    }
+
+    /// The `done` of an answer that was cancelled, after what was held back only for want of the next event.
+    pub(super) fn cancelled(mut self, mut emit: impl FnMut(Event)) -> Done {
+        if let Some(late) = self.late.take() {
+            self.deliver_with_held(late, None, &mut emit);
+        }
+        self.done(DoneReason::Cancelled, None)
+    }
+
+    fn token(&self, data: &Value) -> Token {
         let text = data
             .get("content")
             .and_then(Value::as_str)
             .unwrap_or_default()
             .to_owned();
-        let mut tokens = ids(data);
-        if (tokens.len() as u64) < news && !text.is_empty() {
-            // A character made of several ids arrives with only the last one.
-            if let Some(all) = ids_of(&text).filter(|all| all.len() as u64 == news && all.ends_with(&tokens))
-            {
-                tokens = all;
-            }
-        }
         let logprobs = data
             .get("completion_probabilities")
             .and_then(Value::as_array)
             .map(|list| logprobs(list));
-        let token = Token {
+        Token {
             id: self.id.clone(),
             text,
-            tokens,
+            tokens: ids(data),
             logprobs,
-        };
-        self.release(&mut emit);
-        if token.text.is_empty() {
-            self.held = Some(token);
-        } else {
-            self.deliver(token, &mut emit);
         }
-        None
     }
 
     fn tell_prompt(&mut self, cached: u64, emit: &mut impl FnMut(Event)) {
         if !self.prompt_told {
             self.prompt_told = true;
+            self.cached = cached;
             emit(Event::Prompt(Prompt {
                 id: self.id.clone(),
                 tokens: self.prompt_tokens,
@@ -129,10 +173,28 @@ impl Answer {
         }
     }
 
-    fn release(&mut self, emit: &mut impl FnMut(Event)) {
-        if let Some(held) = self.held.take() {
-            self.deliver(held, emit);
+    /// Delivers the ids that were held together with the text that is theirs. Ids that the server didn't send are those that
+    /// the text has more, where it has exactly as many as the server counted.
+    fn deliver_with_held(&mut self, token: Token, words: Option<&dyn Words>, emit: &mut impl FnMut(Event)) {
+        let mut held = std::mem::take(&mut self.held).into_iter();
+        let mut whole = match held.next() {
+            None => token,
+            Some(mut first) => {
+                held.for_each(|next| first.merge(next));
+                first.merge(token);
+                first
+            }
+        };
+        let lacking = std::mem::take(&mut self.lacking);
+        if lacking > 0 && !whole.text.is_empty() && whole.logprobs.is_none() {
+            let count = whole.tokens.len() as u64 + lacking;
+            let is_whole =
+                |all: &Vec<u32>| all.len() as u64 == count && all.last() == whole.tokens.last();
+            if let Some(all) = words.and_then(|words| words.ids_of(&whole.text)).filter(is_whole) {
+                whole.tokens = all;
+            }
         }
+        self.deliver(whole, emit);
     }
 
     fn deliver(&mut self, token: Token, emit: &mut impl FnMut(Event)) {
@@ -143,78 +205,126 @@ impl Answer {
         emit(Event::Token(token));
     }
 
-    fn finish(&mut self, data: &Value, mut emit: impl FnMut(Event)) -> Done {
+    fn finish(
+        &mut self,
+        data: &Value,
+        counted: u64,
+        words: &dyn Words,
+        mut emit: impl FnMut(Event),
+    ) -> Done {
         let stop_type = data.get("stop_type").and_then(Value::as_str).unwrap_or_default();
-        if stop_type == "eos" {
-            self.held = None;
+        let mut last = self.late.take().unwrap_or_else(|| self.text_only(String::new()));
+        match stop_type {
+            // Where it came without an event there is nothing to drop.
+            "eos" if counted > self.predicted => {}
+            "eos" => {
+                // The last id of all ended the answer.
+                let ending = if last.tokens.is_empty() {
+                    self.held.pop().unwrap_or_else(|| self.text_only(String::new()))
+                } else {
+                    std::mem::replace(&mut last, self.text_only(String::new()))
+                };
+                last.text = ending.text;
+            }
+            "word" => self.cut(&mut last, words),
+            _ if last.text.is_empty() => last.text = self.kept_back(words),
+            _ => {}
         }
-        self.release(&mut emit);
-        let text = data.get("content").and_then(Value::as_str).unwrap_or_default();
-        if !text.is_empty() {
-            let token = Token {
-                id: self.id.clone(),
-                text: text.to_owned(),
-                tokens: ids(data),
-                logprobs: None,
-            };
-            self.deliver(token, &mut emit);
+        self.deliver_with_held(last, Some(words), &mut emit);
+        if counted > self.predicted {
+            // The answer ended inside a character, whose bytes the server keeps to itself.
+            self.deliver(self.text_only("\u{fffd}".to_owned()), &mut emit);
         }
-        let counted = data
-            .get("tokens_predicted")
-            .and_then(Value::as_u64)
-            .unwrap_or(self.predicted);
-        if stop_type == "limit" && counted > self.predicted && text.is_empty() {
-            // The budget ended inside a character, whose bytes the server keeps to itself.
-            let tail = Token {
-                id: self.id.clone(),
-                text: "\u{fffd}".to_owned(),
-                tokens: Vec::new(),
-                logprobs: None,
-            };
-            self.deliver(tail, &mut emit);
-        }
-        let nanoseconds = |name: &str| {
-            let milliseconds = data
-                .pointer(&format!("/timings/{name}"))
-                .and_then(Value::as_f64)
-                .unwrap_or(0.0);
-            (milliseconds.max(0.0) * 1e6) as u64
-        };
-        let count = |name: &str| {
-            data.pointer(&format!("/timings/{name}"))
-                .and_then(Value::as_u64)
-                .unwrap_or(0)
-        };
-        let stop = data
+        let word = data
             .get("stopping_word")
             .and_then(Value::as_str)
-            .filter(|word| !word.is_empty());
-        let by_limit = self.silent || !matches!(stop_type, "eos" | "word");
+            .filter(|word| !word.is_empty() && stop_type == "word" && !self.silent);
+        let is_stop = matches!(stop_type, "eos" | "word") && !self.silent;
+        let reason = if is_stop {
+            DoneReason::Stop
+        } else {
+            DoneReason::Length
+        };
+        self.done(reason, word.map(str::to_owned))
+    }
+
+    fn text_only(&self, text: String) -> Token {
+        Token {
+            id: self.id.clone(),
+            text,
+            tokens: Vec::new(),
+            logprobs: None,
+        }
+    }
+
+    /// At a stop string: keeps of the held ids and of `last` those that begin before the cut, which is where `last`'s text ends.
+    fn cut(&mut self, last: &mut Token, words: &dyn Words) {
+        let text = std::mem::take(&mut last.text);
+        let own = std::mem::replace(last, self.text_only(text));
+        let mut at = 0;
+        let mut kept = Vec::new();
+        for token in std::mem::take(&mut self.held).into_iter().chain([own]) {
+            let length = words.text_of(&token.tokens).map_or(0, |text| text.len());
+            if token.tokens.is_empty() || (length > 0 && at >= last.text.len()) {
+                break;
+            }
+            at += length;
+            kept.push(token);
+        }
+        self.held = kept;
+    }
+
+    /// At the budget's end: the text of the held ids where the server kept it back because a stop string may begin in it. It
+    /// doesn't send it any more.
+    fn kept_back(&self, words: &dyn Words) -> String {
+        if self.stops.is_empty() || self.held.is_empty() {
+            return String::new();
+        }
+        let ids: Vec<u32> = self.held.iter().flat_map(|token| &token.tokens).copied().collect();
+        let text = words.text_of(&ids).unwrap_or_default();
+        let may_stop = |stop: &String| {
+            let begins = |at: usize| stop.is_char_boundary(at) && text.ends_with(&stop[..at]);
+            (1..stop.len()).any(begins)
+        };
+        if self.stops.iter().any(may_stop) {
+            text
+        } else {
+            String::new()
+        }
+    }
+
+    fn done(&self, reason: DoneReason, stop: Option<String>) -> Done {
         Done {
             id: self.id.clone(),
-            done_reason: if by_limit {
-                DoneReason::Length
-            } else {
-                DoneReason::Stop
-            },
-            stop: stop
-                .filter(|_| stop_type == "word" && !self.silent)
-                .map(str::to_owned),
+            done_reason: reason,
+            stop,
             total_duration: 0,
             queue_duration: 0,
             prompt_eval_count: self.prompt_tokens,
-            cached_count: count("cache_n"),
-            prompt_eval_duration: nanoseconds("prompt_ms"),
+            cached_count: self.cached,
+            prompt_eval_duration: self.prompt_duration,
             eval_count: self.delivered,
-            eval_duration: nanoseconds("predicted_ms"),
-            // Rounds and figures by position are nowhere to be had, so they are left out rather than invented.
-            draft: DraftStats {
-                proposed: count("draft_n"),
-                accepted: count("draft_n_accepted"),
-                ..DraftStats::default()
+            eval_duration: self.duration,
+            draft: if self.silent {
+                DraftStats::none()
+            } else {
+                self.rounds.stats()
             },
         }
     }
+}
+
+fn timing(data: &Value, name: &str) -> u64 {
+    let timings = data.get("timings");
+    timings
+        .and_then(|it| it.get(name)?.as_u64())
+        .unwrap_or(0)
+}
+
+fn nanoseconds(data: &Value, name: &str) -> u64 {
+    let timings = data.get("timings");
+    let milliseconds = timings.and_then(|it| it.get(name)?.as_f64()).unwrap_or(0.0);
+    (milliseconds.max(0.0) * 1e6) as u64
 }
 
 fn ids(data: &Value) -> Vec<u32> {
@@ -267,104 +377,5 @@ fn logprobs(list: &[Value]) -> Vec<TokenLogprob> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    fn play(silent: bool, stream: &[Value]) -> (Vec<Event>, Option<Done>) {
-        let mut answer = Answer::new("a".to_owned(), 5, false, silent);
-        let mut events = Vec::new();
-        let mut ending = None;
-        for data in stream {
-            let ids_of = |text: &str| (text == " \u{1f984}").then(|| vec![1, 2, 3]);
-            ending = answer.take(data, ids_of, |event| events.push(event));
-        }
-        (events, ending)
-    }
-
-    fn piece(text: &str, ids: &[u32], predicted: u64) -> Value {
-        json!({"index": 0, "content": text, "tokens": ids, "stop": false, "tokens_predicted": predicted})
-    }
-
-    fn end(kind: &str, predicted: u64) -> Value {
-        json!({"content": "", "tokens": [], "stop": true, "stop_type": kind, "stopping_word": "", "tokens_predicted": predicted,
-            "timings": {"cache_n": 2, "prompt_ms": 1.5, "predicted_ms": 3.0, "draft_n": 8, "draft_n_accepted": 6}})
-    }
-
-    fn tokens(events: &[Event]) -> Vec<(&str, &[u32])> {
-        events
-            .iter()
-            .filter_map(|event| match event {
-                Event::Token(token) => Some((token.text.as_str(), token.tokens.as_slice())),
-                _ => None,
-            })
-            .collect()
-    }
-
-    #[test]
-    fn the_id_that_ends_the_answer_is_neither_delivered_nor_counted() {
-        let (events, ending) = play(false, &[piece("1", &[16], 1), piece("", &[99], 2), end("eos", 2)]);
-        assert_eq!(tokens(&events), [("1", [16].as_slice())]);
-        let done = ending.unwrap();
-        assert_eq!((done.eval_count, done.done_reason), (1, DoneReason::Stop));
-        assert_eq!(
-            (done.cached_count, done.prompt_eval_duration, done.eval_duration),
-            (2, 1_500_000, 3_000_000)
-        );
-        assert_eq!(
-            (done.draft.proposed, done.draft.accepted, done.draft.rounds),
-            (8, 6, None)
-        );
-    }
-
-    #[test]
-    fn a_hidden_id_inside_the_answer_is_delivered_without_text() {
-        let (events, _) = play(
-            false,
-            &[piece("", &[98], 1), piece("x", &[5], 2), end("limit", 2)],
-        );
-        assert_eq!(tokens(&events), [("", [98].as_slice()), ("x", [5].as_slice())]);
-    }
-
-    #[test]
-    fn all_ids_of_a_character_are_delivered() {
-        let (events, ending) = play(false, &[piece(" \u{1f984}", &[3], 3), end("limit", 3)]);
-        assert_eq!(tokens(&events), [(" \u{1f984}", [1, 2, 3].as_slice())]);
-        assert_eq!(ending.unwrap().eval_count, 3);
-    }
-
-    #[test]
-    fn an_incomplete_character_at_the_end_is_shown_as_such() {
-        let (events, ending) = play(false, &[piece("x", &[5], 1), end("limit", 3)]);
-        assert_eq!(
-            tokens(&events),
-            [("x", [5].as_slice()), ("\u{fffd}", [].as_slice())]
-        );
-        assert_eq!(ending.unwrap().eval_count, 1);
-    }
-
-    #[test]
-    fn num_predict_0_delivers_nothing() {
-        let (events, ending) = play(true, &[piece("1", &[16], 1), end("limit", 1)]);
-        assert!(tokens(&events).is_empty());
-        let done = ending.unwrap();
-        assert_eq!((done.eval_count, done.done_reason), (0, DoneReason::Length));
-    }
-
-    #[test]
-    fn fillers_in_progress_events_are_ignored() {
-        let progress = json!({"content": "", "tokens": [0], "stop": false,
-            "prompt_progress": {"total": 5, "cache": 3, "processed": 5, "time_ms": 1}});
-        let (events, ending) = play(false, &[progress, piece("1", &[16], 1), end("limit", 1)]);
-        assert!(matches!(&events[0], Event::Prompt(prompt) if prompt.cached == 3 && prompt.tokens == 5));
-        assert_eq!(ending.unwrap().eval_count, 1);
-    }
-
-    #[test]
-    fn a_stop_string_is_named() {
-        let mut last = end("word", 2);
-        last["stopping_word"] = json!("END");
-        let (_, ending) = play(false, &[piece("x", &[5], 1), last]);
-        assert_eq!(ending.unwrap().stop.as_deref(), Some("END"));
-    }
-}
+#[path = "answer_tests.rs"]
+mod tests;

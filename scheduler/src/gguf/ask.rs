@@ -206,6 +206,8 @@ pub fn completion_body(request: &Generate, served: &Served, ids: &[u32], random_
     // Also without a wish for progress: its first event says how much of the prompt was cached.
     set("return_progress", Value::from(true));
     set("return_tokens", Value::from(true));
+    // The draft figures of every token, from which rounds are told.
+    set("timings_per_token", Value::from(true));
     set("stream", Value::from(true));
     match &request.format {
         Some(Format::Json) => {

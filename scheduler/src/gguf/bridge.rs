@@ -125,6 +125,11 @@ pub fn serve(options: &Options) -> io::Result<u8> {
         }
     };
     if code == 0 {
+        // What was streaming when its connection was closed ends by itself, with what it came to.
+        let deadline = Instant::now() + GRACE;
+        while shared.busy().values().any(|it| it.hangup.is_some()) && Instant::now() < deadline {
+            thread::sleep(WATCH);
+        }
         shared.cancel_all();
     }
     shared.outbox.close();

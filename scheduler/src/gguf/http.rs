@@ -2,6 +2,9 @@
 //!
 //! Invariant: a request can be ended from another thread at any moment by closing its connection, which is how llama-server
 //! is told to stop generating; a body without its proper end is an error, never a short answer.
+//!
+//! Own code and no crate, since the first of the two is all that matters here: `ureq` gives nobody a handle on the socket of a
+//! request that another thread reads from, and `hyper` has one at the price of an asynchronous runtime.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddrV4, TcpStream};

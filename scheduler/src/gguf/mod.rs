@@ -3,7 +3,7 @@
 //! Invariant: to the scheduler a GGUF model is a process like any other. `lookahead gguf` is that process: it starts the server,
 //! translates, and takes it along in every way of ending.
 
-pub mod answer;
+mod answer;
 pub mod ask;
 pub mod bridge;
 pub mod drafting;
@@ -12,6 +12,7 @@ pub mod header;
 pub mod http;
 pub mod launch;
 mod requests;
+mod rounds;
 #[cfg(test)]
 mod synthetic;
 mod work;

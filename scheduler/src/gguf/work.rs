@@ -13,7 +13,7 @@ use lookahead_protocol::{ErrorCode, Event, Request};
 use serde_json::{json, Value};
 use unicode_normalization::UnicodeNormalization;
 
-use super::answer::Answer;
+use super::answer::{Answer, Asked, Words};
 use super::ask::{check, completion_body, context_of, template_body, Served};
 use super::http::{Response, Server};
 use super::launch::LaunchError;
@@ -90,8 +90,14 @@ impl Work {
         if response.status != 200 {
             return Err(refusal(response, request.format.is_some()));
         }
-        let silent = request.options.num_predict == Some(0);
-        let mut answer = Answer::new(id.to_owned(), ids.len() as u64, request.progress, silent);
+        let mut answer = Answer::new(Asked {
+            id: id.to_owned(),
+            prompt_tokens: ids.len() as u64,
+            budget: body.get("n_predict").and_then(Value::as_u64).unwrap_or(0),
+            stops: request.options.stop.clone(),
+            progress: request.progress,
+            silent: request.options.num_predict == Some(0),
+        });
         let ended = loop {
             let data = match response.next_data() {
                 Ok(Some(data)) => data,
@@ -104,17 +110,13 @@ impl Work {
             if let Some(error) = data.get("error") {
                 break Err(from_error(error, request.format.is_some()));
             }
-            let ids_of = |text: &str| self.ids_of(text).ok();
-            if let Some(done) = answer.take(&data, ids_of, |event| self.shared.emit_for(id, serial, event)) {
+            if let Some(done) = answer.take(&data, self, |event| self.shared.emit_for(id, serial, event)) {
                 break Ok(done);
             }
         };
         let mut done = match ended {
             Err(_) if self.shared.is_cancelled(id, serial) => {
-                let mut done = empty_done(id, DoneReason::Cancelled, 0);
-                done.prompt_eval_count = ids.len() as u64;
-                done.eval_count = answer.delivered();
-                done
+                answer.cancelled(|event| self.shared.emit_for(id, serial, event))
             }
             other => other?,
         };
@@ -126,26 +128,20 @@ impl Work {
 
     fn prompt_ids(&self, input: &Input) -> Result<Vec<u32>, LaunchError> {
         match input {
-            Input::Tokens { tokens } => match tokens.iter().find(|&&id| u64::from(id) >= self.vocabulary) {
-                Some(id) => {
-                    let message = format!("token {id} is outside the vocabulary of {}", self.vocabulary);
-                    Err(LaunchError::new(ErrorCode::InvalidRequest, message))
-                }
-                None => Ok(tokens.clone()),
-            },
-            Input::Prompt { prompt, .. } => self.ids_of(prompt),
+            Input::Tokens { tokens } => self.check_ids(tokens).map(|()| tokens.clone()),
+            Input::Prompt { prompt, .. } => self.tokenize(prompt),
             Input::Messages {
                 messages,
                 tools,
                 think,
             } => {
                 let prompt = self.render(&template_body(messages, tools.as_deref(), *think)?)?;
-                self.ids_of(&prompt)
+                self.tokenize(&prompt)
             }
         }
     }
 
-    fn ids_of(&self, text: &str) -> Result<Vec<u32>, LaunchError> {
+    fn tokenize(&self, text: &str) -> Result<Vec<u32>, LaunchError> {
         let content = if self.composes {
             text.nfc().collect()
         } else {
@@ -161,6 +157,25 @@ impl Work {
             .iter()
             .filter_map(|id| u32::try_from(id.as_u64()?).ok())
             .collect())
+    }
+
+    fn detokenize(&self, ids: &[u32]) -> Result<String, LaunchError> {
+        self.check_ids(ids)?;
+        let answer = self.ask("/detokenize", &json!({"tokens": ids}))?;
+        let text = answer.get("content").and_then(Value::as_str);
+        text.map(str::to_owned)
+            .ok_or_else(|| lost("/detokenize gave no text"))
+    }
+
+    /// The server answers an id that it doesn't have with an error that names none.
+    fn check_ids(&self, ids: &[u32]) -> Result<(), LaunchError> {
+        match ids.iter().find(|&&id| u64::from(id) >= self.vocabulary) {
+            None => Ok(()),
+            Some(id) => {
+                let message = format!("token {id} is outside the vocabulary of {}", self.vocabulary);
+                Err(LaunchError::new(ErrorCode::InvalidRequest, message))
+            }
+        }
     }
 
     fn render(&self, body: &Value) -> Result<String, LaunchError> {
@@ -189,22 +204,15 @@ impl Work {
             return;
         };
         let result = match request {
-            Request::Tokenize(it) => self.ids_of(&it.text).map(|tokens| {
+            Request::Tokenize(it) => self.tokenize(&it.text).map(|tokens| {
                 Event::Tokenized(Tokenized {
                     id: id.clone(),
                     tokens,
                 })
             }),
             Request::Detokenize(it) => self
-                .ask("/detokenize", &json!({"tokens": it.tokens}))
-                .map(|answer| {
-                    let text = answer
-                        .get("content")
-                        .and_then(Value::as_str)
-                        .unwrap_or_default()
-                        .to_owned();
-                    Event::Detokenized(Detokenized { id: id.clone(), text })
-                }),
+                .detokenize(&it.tokens)
+                .map(|text| Event::Detokenized(Detokenized { id: id.clone(), text })),
             Request::Render(it) => template_body(&it.messages, it.tools.as_deref(), it.think)
                 .and_then(|body| self.render(&body))
                 .map(|prompt| {
@@ -218,6 +226,16 @@ impl Work {
         let event = result
             .unwrap_or_else(|error| Event::Error(Failure::new(Some(id.clone()), error.code, error.message)));
         self.shared.end(&id, serial, event);
+    }
+}
+
+impl Words for Work {
+    fn ids_of(&self, text: &str) -> Option<Vec<u32>> {
+        self.tokenize(text).ok()
+    }
+
+    fn text_of(&self, ids: &[u32]) -> Option<String> {
+        self.detokenize(ids).ok()
     }
 }
 

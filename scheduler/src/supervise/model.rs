@@ -232,19 +232,20 @@ impl Model {
         })
     }
 
-    /// When an idle model is to be unloaded.
-    pub(super) fn idle_deadline(&self) -> Option<Instant> {
+    /// Since when a loaded model has had nothing to do; `None` while it has.
+    pub(super) fn idle_since(&self) -> Option<Instant> {
         let child = self.child.as_ref()?;
         if self.pending() > 0 || !self.is_ready() {
             return None;
         }
+        Some(self.last_used.map_or(child.since, |used| used.max(child.since)))
+    }
+
+    /// When an idle model is to be unloaded.
+    pub(super) fn idle_deadline(&self) -> Option<Instant> {
         match self.keep_alive {
             KeepAlive::Forever => None,
-            KeepAlive::For(time) => self
-                .last_used
-                .unwrap_or(child.since)
-                .max(child.since)
-                .checked_add(time),
+            KeepAlive::For(time) => self.idle_since()?.checked_add(time),
         }
     }
 }

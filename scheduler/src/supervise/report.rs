@@ -2,7 +2,7 @@
 //!
 //! Invariant: every event that concerns a model carries the model's name as the host wrote it.
 
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use lookahead_protocol::event::{
     Done, DoneReason, DraftStats, Failure, Hello, ModelEntry, ModelState, ProtocolVersion, RunningRequest,
@@ -117,22 +117,25 @@ fn entry(model: &Model, now: Instant) -> Option<ModelEntry> {
         None if model.failure.is_some() => ModelState::Failed,
         None => return None,
     };
-    let idle_since = match (model.pending(), model.last_used) {
-        (0, Some(at)) => Some(now.saturating_duration_since(at).as_nanos() as u64),
-        _ => None,
-    };
     Some(ModelEntry {
         model: model.name.clone(),
         pid: model.child.as_ref().map(|child| child.process.pid()),
         memory: model.child.as_ref().and(model.bytes()).unwrap_or(0),
         requests: model.pending() as u64,
-        idle_since,
+        idle_since: model.idle_since().and_then(|at| since_1970(at, now)),
         draft: model.ready().map(|ready| ready.draft.clone()),
         reason: (state == ModelState::Failed)
             .then(|| model.failure.clone())
             .flatten(),
         state,
     })
+}
+
+/// A moment as milliseconds since 1970.
+fn since_1970(at: Instant, now: Instant) -> Option<u64> {
+    let then = SystemTime::now().checked_sub(now.saturating_duration_since(at))?;
+    let time = then.duration_since(UNIX_EPOCH).ok()?;
+    u64::try_from(time.as_millis()).ok()
 }
 
 /// A `done` for a request that no process has worked on.

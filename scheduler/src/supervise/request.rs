@@ -395,8 +395,15 @@ impl Supervisor {
         if active.kind == Kind::Generate {
             self.counts.cancelled += 1;
         }
-        let waited = active.arrived.elapsed().as_nanos() as u64;
-        let done = super::report::empty_done(id, DoneReason::Cancelled, waited);
+        let lived = active.arrived.elapsed().as_nanos() as u64;
+        let mut done = super::report::empty_done(id, DoneReason::Cancelled, lived);
+        if let Some(sent) = active.sent {
+            // Its process can't say any more what it came to, but what was passed on is known.
+            done.queue_duration = sent.saturating_duration_since(active.arrived).as_nanos() as u64;
+            done.prompt_eval_count = active.prompt_tokens;
+            done.cached_count = active.cached;
+            done.eval_count = active.generated;
+        }
         self.emit(Event::Done(Box::new(done)), Some(&active.name));
     }
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{json, Value};
 
-use crate::host::{eventually, is_alive, kill, Host, Setup};
+use crate::host::{eventually, example, is_alive, kill, Host, Setup};
 
 /// Starts a healthy model and one with faults, has both work at once, and returns the faulty one's final event. The
 /// healthy one's text must be what it always is.
@@ -18,15 +18,21 @@ fn beside_a_healthy_model(setup: Setup, faults: &[&str]) -> (Host, Value) {
     host.send(json!({"type": "generate", "id": "h", "model": "healthy", "prompt": "x", "options": {"num_predict": 100}}));
     host.send(json!({"type": "generate", "id": "f", "model": "faulty", "prompt": "x", "options": {"num_predict": 10}}));
     let end = host.end_of("f");
-    let (text, done) = host.text_of("h");
-    let expected: String = (0..100).map(|n| format!("healthy-{n} ")).collect();
-    assert_eq!(text, expected);
-    assert_eq!(done["eval_count"], 100);
+    assert_undisturbed(&mut host, "h", 100);
     assert_eq!(
         (end["id"].as_str(), end["model"].as_str()),
         (Some("f"), Some("faulty"))
     );
     (host, end)
+}
+
+/// The healthy model's answer is byte for byte what it always is.
+#[track_caller]
+fn assert_undisturbed(host: &mut Host, id: &str, count: u64) {
+    let (text, done) = host.text_of(id);
+    let expected: String = (0..count).map(|n| format!("healthy-{n} ")).collect();
+    assert_eq!(text, expected);
+    assert_eq!(done["eval_count"], count);
 }
 
 #[track_caller]
@@ -83,6 +89,8 @@ fn a_load_without_progress_is_stalled_and_one_with_slow_progress_is_not() {
 
 #[test]
 fn a_crash_in_prefill_ends_every_request_of_the_model() {
+    let (_, end) = beside_a_healthy_model(Setup::new(), &["prefill-crash"]);
+    assert_crashed(&end, &["status 3 (internal fault)", "crashing in prefill"]);
     let mut host = Setup::new()
         .setting("window = 1")
         .model("faulty", &["prefill-crash"])
@@ -121,15 +129,19 @@ fn sigkill_and_sigsegv_are_told_in_words() {
 
 #[test]
 fn a_silent_hang_is_noticed_and_the_process_replaced() {
+    let setup = || {
+        Setup::new()
+            .setting("stall_timeout = 1.0")
+            .setting("stop_grace = 0.3")
+    };
+    let (_, end) = beside_a_healthy_model(setup(), &["hang=3"]);
+    assert_eq!(end["code"], "runner_stalled", "{end}");
     let marker = tempfile::tempdir().unwrap();
     let once = format!(
         "args = [\"--fault\", \"hang=3\", \"--fault-once\", {:?}]",
         marker.path().join("once")
     );
-    let setup = Setup::new()
-        .setting("stall_timeout = 1.0")
-        .setting("stop_grace = 0.3");
-    let mut host = setup.model_with("hung", &[], &once).start();
+    let mut host = setup().model_with("hung", &[], &once).start();
     host.send(json!({"type": "generate", "id": "f", "model": "hung", "prompt": "x", "options": {"num_predict": 10}}));
     host.wait(|event| event["type"] == "token");
     let pid = host.pid_of("hung");
@@ -165,6 +177,8 @@ fn endless_garbage_ends_the_process() {
 
 #[test]
 fn half_a_line_before_death_reaches_nobody() {
+    let (_, end) = beside_a_healthy_model(Setup::new(), &["half-line=3"]);
+    assert_crashed(&end, &["SIGKILL"]);
     let mut host = Setup::new().model("faulty", &["half-line=3"]).start();
     host.send(json!({"type": "generate", "id": "f", "model": "faulty", "prompt": "x"}));
     let (text, end) = host.text_of("f");
@@ -192,29 +206,48 @@ fn a_flood_on_stderr_is_harmless() {
 fn a_process_that_ignores_everything_is_killed_in_the_end() {
     let mut host = Setup::new()
         .setting("stop_grace = 0.2")
+        .model("healthy", &["slow-token=5"])
         .model("stubborn", &["ignore-term", "slow-token=5"])
         .start();
+    host.send(json!({"type": "generate", "id": "h", "model": "healthy", "prompt": "x", "options": {"num_predict": 200}}));
     host.send(json!({"type": "generate", "id": "f", "model": "stubborn", "prompt": "x", "options": {"num_predict": 100000}}));
-    host.wait(|event| event["type"] == "token");
+    let first = host.wait(|event| event["id"] == "f" && event["type"] == "token");
     let pid = host.pid_of("stubborn");
     host.send(json!({"type": "unload", "id": "u", "model": "stubborn"}));
     assert_eq!(host.end_of("u")["found"], true);
-    assert_eq!(host.end_of("f")["done_reason"], "cancelled");
     assert!(!is_alive(pid));
+    // It never said what became of its request; the count is of what was passed on.
+    let events = host.all_of("f");
+    let tokens = events.iter().chain([&first]).filter(|event| event["type"] == "token");
+    let passed_on: usize = tokens.map(|event| event["tokens"].as_array().unwrap().len()).sum();
+    let done = events.last().unwrap();
+    assert_eq!(
+        (done["done_reason"].as_str(), done["prompt_eval_count"].as_u64()),
+        (Some("cancelled"), Some(5))
+    );
+    assert_eq!(done["eval_count"].as_u64().unwrap() as usize, passed_on);
+    assert_undisturbed(&mut host, "h", 200);
 }
 
 #[test]
 fn a_missing_executable_is_named() {
-    let mut host = Setup::new()
-        .setting("")
+    // The model beside it is served by another program.
+    let setup = Setup::new();
+    crate::gguf::write_model(&setup.path().join("c.gguf"), &["slow-token=5"]);
+    let mut host = setup
+        .setting(&format!("llama_server = {:?}", example("fake-llama-server").to_str().unwrap()))
+        .setting("[models.c]\npath = \"c.gguf\"")
         .model("alpha", &[])
         .argument("--runner=/no/such/runner")
         .start();
+    host.send(json!({"type": "generate", "id": "h", "model": "c", "prompt": "x", "options": {"num_predict": 350, "ignore_eos": true}}));
+    host.wait(|event| event["id"] == "h" && event["type"] == "prompt");
     host.send(json!({"type": "generate", "id": "f", "model": "alpha", "prompt": "x"}));
     assert_crashed(
         &host.end_of("f"),
         &["could not be started", "/no/such/runner", "No such file"],
     );
+    assert_eq!(host.text_of("h").0, "abc\u{1f984}".repeat(50));
 }
 
 #[test]

@@ -15,6 +15,9 @@ use tempfile::TempDir;
 /// Long enough for a slow machine that does other things as well.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
+/// An environment variable by which everything that one scheduler has started can be told, children of children too.
+const MARK: &str = "LOOKAHEAD_TEST_FOLDER";
+
 /// The program under test.
 pub(crate) fn lookahead() -> PathBuf {
     PathBuf::from(env!("CARGO_BIN_EXE_lookahead"))
@@ -94,6 +97,7 @@ impl Setup {
             .arg(&config)
             .args(&self.arguments)
             .env("LOOKAHEAD_LOG", "debug")
+            .env(MARK, self.folder.path())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -226,6 +230,11 @@ impl Host {
         self.entry(model).unwrap()["pid"].as_i64().unwrap() as i32
     }
 
+    /// What tells the processes of this scheduler.
+    pub(crate) fn mark(&self) -> String {
+        format!("{MARK}={}", self.folder.path().display())
+    }
+
     pub(crate) fn signal(&self, signal: i32) {
         kill(self.child.id() as i32, signal);
     }
@@ -278,6 +287,21 @@ pub(crate) fn kill(pid: i32, signal: i32) {
     unsafe {
         libc::kill(pid, signal);
     }
+}
+
+/// The live processes that carry a mark.
+pub(crate) fn marked(mark: &str) -> Vec<i32> {
+    let mut pids = Vec::new();
+    for entry in fs::read_dir("/proc").unwrap().flatten() {
+        let Ok(pid) = entry.file_name().to_string_lossy().parse::<i32>() else {
+            continue;
+        };
+        let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
+        if environment.split(|&byte| byte == 0).any(|it| it == mark.as_bytes()) && is_alive(pid) {
+            pids.push(pid);
+        }
+    }
+    pids
 }
 
 /// Whether a process of that id is there and not a zombie.

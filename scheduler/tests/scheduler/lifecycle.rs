@@ -1,7 +1,7 @@
 //! Loading, unloading, memory, and the end of the scheduler itself.
 
 use std::fs;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{json, Value};
 
@@ -23,6 +23,27 @@ fn an_idle_model_is_unloaded_after_its_time_and_loaded_again_when_asked() {
     host.send(generate("2", "alpha"));
     assert_eq!(host.end_of("2")["type"], "done");
     assert_ne!(host.pid_of("alpha"), pid);
+}
+
+#[test]
+fn idle_since_is_a_time_of_day_and_null_while_there_is_work() {
+    let mut host = Setup::new().model("alpha", &["slow-token=5"]).start();
+    let now = || {
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        time.as_millis() as u64
+    };
+    let before = now();
+    host.send(json!({"type": "load", "id": "l", "model": "alpha"}));
+    host.end_of("l");
+    let idle = |host: &mut crate::host::Host| host.entry("alpha").unwrap()["idle_since"].as_u64();
+    let loaded = idle(&mut host).unwrap();
+    assert!((before..=now()).contains(&loaded), "{before} {loaded}");
+    host.send(json!({"type": "generate", "id": "1", "model": "alpha", "prompt": "x", "options": {"num_predict": 50}}));
+    host.wait(|event| event["type"] == "token");
+    assert_eq!(idle(&mut host), None);
+    host.end_of("1");
+    let ended = idle(&mut host).unwrap();
+    assert!(ended > loaded && ended <= now(), "{loaded} {ended}");
 }
 
 #[test]

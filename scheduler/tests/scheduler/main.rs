@@ -4,6 +4,7 @@
 mod commands;
 mod faults;
 mod gguf;
+mod gguf_real;
 mod host;
 mod lifecycle;
 mod replay;

@@ -310,6 +310,52 @@ fn piece(n: u64) -> (String, Vec<u32>) {
     }
 }
 
+/// The server's two sums over drafts, as rounds make them grow: every draft is as long as the flags and the budget allow, and of
+/// each three in turn 2, none and all are accepted.
+struct Drafts {
+    depth: u64,
+    /// Ids up to the end of the current round; the first comes from the prefill.
+    round_end: u64,
+    rounds: u64,
+    drafted: u64,
+    accepted: u64,
+}
+
+impl Drafts {
+    fn new(server: &Server) -> Self {
+        let depth = server
+            .flags
+            .get("--spec-draft-n-max")
+            .map_or(3, |depth| depth.parse().unwrap());
+        Self {
+            depth: if server.drafting() { depth } else { 0 },
+            round_end: 1,
+            rounds: 0,
+            drafted: 0,
+            accepted: 0,
+        }
+    }
+
+    /// The id with this number was generated.
+    fn reach(&mut self, id: u64, wanted: u64) {
+        while id > self.round_end {
+            let draft = self.depth.min(wanted.saturating_sub(self.round_end + 1));
+            let agreed = [2, 0, draft][self.rounds as usize % 3].min(draft);
+            self.rounds += u64::from(draft > 0);
+            self.drafted += draft;
+            self.accepted += agreed;
+            self.round_end += agreed + 1;
+        }
+    }
+}
+
+/// Ends of `text` that a stop string may begin in.
+fn may_stop(text: &str, stops: &[&str]) -> bool {
+    stops.iter().any(|stop| {
+        (1..stop.len()).any(|length| stop.is_char_boundary(length) && text.ends_with(&stop[..length]))
+    })
+}
+
 fn stream_answer(
     server: &Server,
     stream: &mut TcpStream,
@@ -331,6 +377,18 @@ fn stream_answer(
     if body["return_progress"] == true && !(chunk(stream, ": ping\n\n") && event(stream, &progress)) {
         return false;
     }
+    let mut drafts = Drafts::new(server);
+    let timings = |predicted: u64, drafts: &Drafts| {
+        let mut timings = json!({"cache_n": 1, "prompt_n": prompt - 1, "prompt_ms": 1.0, "predicted_n": predicted,
+            "predicted_ms": started.elapsed().as_secs_f64() * 1e3});
+        if drafts.drafted > 0 {
+            timings["draft_n"] = json!(drafts.drafted);
+            timings["draft_n_accepted"] = json!(drafts.accepted);
+        }
+        timings
+    };
+    // Text that was kept back because a stop string may begin in it.
+    let mut unsent = String::new();
     let (mut predicted, mut n, mut kind, mut word) = (0, 0, "limit", "");
     while predicted < wanted {
         if server.number("token-kill") == Some(n) {
@@ -339,46 +397,47 @@ fn stream_answer(
         if server.number("cut") == Some(n) {
             return false;
         }
-        if n == 8 && !endless {
-            predicted += 1;
-            if !event(
-                stream,
-                &json!({"content": "", "tokens": [1], "stop": false, "tokens_predicted": predicted}),
-            ) {
-                return false;
-            }
-            kind = "eos";
-            break;
-        }
-        let (text, ids) = piece(n);
+        let is_end = n == 8 && !endless;
+        let (text, ids) = if is_end { (String::new(), vec![1]) } else { piece(n) };
         n += 1;
         predicted += ids.len() as u64;
+        drafts.reach(predicted.min(wanted), wanted);
         if predicted > wanted {
             predicted = wanted;
             break;
         }
-        if let Some(stop) = stops.iter().find(|stop| **stop == text) {
-            (kind, word) = ("word", stop);
-            break;
-        }
+        unsent += &text;
+        let found = stops.iter().find_map(|stop| Some((unsent.find(stop)?, *stop)));
+        let sent = match found {
+            Some((at, stop)) => {
+                (kind, word) = ("word", stop);
+                unsent[..at].to_owned()
+            }
+            None if !is_end && may_stop(&unsent, &stops) => String::new(),
+            None => std::mem::take(&mut unsent),
+        };
         let last = *ids.last().unwrap();
-        let mut value = json!({"index": 0, "content": text, "tokens": [last], "stop": false, "tokens_predicted": predicted});
+        let mut value = json!({"index": 0, "content": sent, "tokens": [last], "stop": false, "tokens_predicted": predicted});
+        if body["timings_per_token"] == true {
+            value["timings"] = timings(predicted, &drafts);
+        }
         if body["n_probs"].as_u64().unwrap_or(0) > 0 {
             value["completion_probabilities"] = json!([{"id": last, "token": text, "bytes": text.as_bytes(), "logprob": -0.5, "top_logprobs": []}]);
         }
         if !event(stream, &value) {
             return false;
         }
+        if is_end {
+            kind = "eos";
+        }
+        if kind != "limit" {
+            break;
+        }
         thread::sleep(pause);
-    }
-    let mut timings = json!({"cache_n": 1, "prompt_n": prompt - 1, "prompt_ms": 1.0, "predicted_n": predicted,
-        "predicted_ms": started.elapsed().as_secs_f64() * 1e3});
-    if server.drafting() {
-        (timings["draft_n"], timings["draft_n_accepted"]) = (json!(8), json!(6));
     }
     event(
         stream,
         &json!({"content": "", "tokens": [], "stop": true, "stop_type": kind, "stopping_word": word, "truncated": false,
-            "tokens_evaluated": prompt, "tokens_predicted": predicted, "timings": timings}),
+            "tokens_evaluated": prompt, "tokens_predicted": predicted, "timings": timings(predicted, &drafts)}),
     )
 }
