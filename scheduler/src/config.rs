@@ -27,7 +27,7 @@ use crate::memory;
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file can't be read.
-    #[error("configuration {path}: {source}")]
+    #[error("configuration {path} can't be read")]
     Read {
         /// The file.
         path: PathBuf,

@@ -10,9 +10,11 @@ use lookahead_protocol::event::Done;
 use lookahead_scheduler::{catalog, log};
 use serde_json::{json, Value};
 
+use super::generation::draft_mode;
 use super::modes::{median, modes, rate};
 use super::programs::ProgramArguments;
 use super::session::Session;
+use super::style::print_result;
 
 /// Prompts of different kinds: drafting pays on some and not on others.
 pub(crate) const PROMPTS: [(&str, &str); 3] = [
@@ -36,7 +38,7 @@ pub(crate) struct BenchArguments {
     /// A checkpoint directory, a GGUF file or a configured name.
     model: String,
     /// Drafting modes to compare; may be given several times.
-    #[arg(long, value_name = "MODE", default_values_t = ["off".to_owned(), "1".to_owned(), "2".to_owned(), "4".to_owned(), "auto".to_owned()])]
+    #[arg(long, value_name = "MODE", value_parser = draft_mode, default_values_t = ["off".to_owned(), "1".to_owned(), "2".to_owned(), "4".to_owned(), "auto".to_owned()])]
     draft: Vec<String>,
     /// Tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 128)]
@@ -80,7 +82,12 @@ pub(crate) fn run(arguments: &BenchArguments) -> anyhow::Result<ExitCode> {
                 bar.inc(1);
             }
         }
-        rows.extend(modes.iter().zip(&runs).map(|(mode, runs)| row(kind, &mode.name, runs)));
+        rows.extend(
+            modes
+                .iter()
+                .zip(&runs)
+                .map(|(mode, runs)| row(kind, &mode.name, runs)),
+        );
     }
     let mut prefills = Vec::new();
     for run in 0..arguments.runs {
@@ -93,9 +100,9 @@ pub(crate) fn run(arguments: &BenchArguments) -> anyhow::Result<ExitCode> {
     let report = json!({"model": arguments.model, "tokens": arguments.tokens, "runs": arguments.runs, "decode": rows,
         "prefill": {"tokens": arguments.prefill, "tokens_per_second": median(&mut prefills)}});
     if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
+        print_result(&(serde_json::to_string_pretty(&report)? + "\n"))?;
     } else {
-        print_table(&report);
+        print_result(&table(&report))?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -112,9 +119,9 @@ fn row(kind: &str, draft: &str, runs: &[Done]) -> Value {
     json!({"prompt": kind, "draft": draft, "tokens_per_second": median(&mut rates), "accepted_per_proposed": share})
 }
 
-fn print_table(report: &Value) {
-    println!(
-        "{:<10} {:<6} {:>10} {:>10} {:>9}",
+fn table(report: &Value) -> String {
+    let mut table = format!(
+        "{:<10} {:<6} {:>10} {:>10} {:>9}\n",
         "prompt", "draft", "tokens/s", "to off", "accepted"
     );
     let rows = report["decode"].as_array().cloned().unwrap_or_default();
@@ -127,8 +134,8 @@ fn print_table(report: &Value) {
             .and_then(|off| off["tokens_per_second"].as_f64())
             .filter(|&off| off > 0.0)
             .map(|off| speed / off);
-        println!(
-            "{:<10} {:<6} {speed:>10.1} {:>10} {:>9}",
+        table += &format!(
+            "{:<10} {:<6} {speed:>10.1} {:>10} {:>9}\n",
             row["prompt"].as_str().unwrap_or_default(),
             row["draft"].as_str().unwrap_or_default(),
             ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}x")),
@@ -138,9 +145,10 @@ fn print_table(report: &Value) {
         );
     }
     let prefill = &report["prefill"];
-    println!(
-        "prefill of {} tokens: {:.1} tokens/s",
+    table += &format!(
+        "prefill of {} tokens: {:.1} tokens/s\n",
         prefill["tokens"],
         prefill["tokens_per_second"].as_f64().unwrap_or(0.0)
     );
+    table
 }

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use base64::Engine;
 use clap::Args;
-use lookahead_protocol::event::Done;
+use lookahead_protocol::event::{Done, DoneReason};
 use lookahead_scheduler::log;
 use rustyline::error::ReadlineError;
 use rustyline::DefaultEditor;
@@ -20,6 +20,7 @@ use super::generation::GenerationArguments;
 use super::programs::ProgramArguments;
 use super::run::user_content;
 use super::session::{print_now, statistics, Ending, Session};
+use super::style::{paint, say, shows_colours, Tone};
 
 const HELP: &str = "/image FILE   send a picture with the next message
 /think on|off|auto   let the model think before it answers, or not
@@ -75,16 +76,18 @@ pub(crate) fn run(arguments: &ChatArguments) -> anyhow::Result<ExitCode> {
     };
     chat.clear(arguments);
     let mut editor = DefaultEditor::new().context("the terminal can't be used")?;
-    let prompt = if std::io::stdin().is_terminal() {
-        ">>> "
-    } else {
-        ""
-    };
+    let asks = std::io::stdin().is_terminal();
+    let coloured = asks && shows_colours(&std::io::stdout());
+    let marks = if asks { [">>> ", "... "] } else { ["", ""] };
+    let marks = marks.map(|mark| match mark {
+        "" => String::new(),
+        mark => paint(mark, Tone::Prompt, coloured),
+    });
     loop {
-        let text = match read_message(&mut editor, prompt) {
+        let text = match read_message(&mut editor, &marks) {
             Ok(text) => text,
             Err(ReadlineError::Interrupted) => {
-                eprintln!("(Ctrl-D ends)");
+                say("(Ctrl-D ends)", Tone::Note);
                 continue;
             }
             Err(ReadlineError::Eof) => break,
@@ -98,7 +101,7 @@ pub(crate) fn run(arguments: &ChatArguments) -> anyhow::Result<ExitCode> {
                 break;
             }
             if let Err(error) = chat.command(arguments, command) {
-                eprintln!("{error:#}");
+                say(format!("{error:#}"), Tone::Fault);
             }
             continue;
         }
@@ -109,8 +112,8 @@ pub(crate) fn run(arguments: &ChatArguments) -> anyhow::Result<ExitCode> {
 }
 
 /// One line, or all lines between two `"""`.
-fn read_message(editor: &mut DefaultEditor, prompt: &str) -> Result<String, ReadlineError> {
-    let first = editor.readline(prompt)?;
+fn read_message(editor: &mut DefaultEditor, marks: &[String; 2]) -> Result<String, ReadlineError> {
+    let first = editor.readline(&marks[0])?;
     let message = match first.trim_start().strip_prefix("\"\"\"") {
         None => first,
         Some(start) => {
@@ -120,7 +123,7 @@ fn read_message(editor: &mut DefaultEditor, prompt: &str) -> Result<String, Read
                     break whole.trim_matches('\n').to_owned();
                 }
                 text.push('\n');
-                text.push_str(&editor.readline(if prompt.is_empty() { "" } else { "... " })?);
+                text.push_str(&editor.readline(&marks[1])?);
             }
         }
     };
@@ -142,12 +145,13 @@ impl Chat {
         let (name, rest) = command.split_once(' ').unwrap_or((command, ""));
         let rest = rest.trim();
         match name {
-            "help" | "?" => eprintln!("{HELP}"),
+            "help" | "?" => say(HELP, Tone::Note),
+            "image" | "save" if rest.is_empty() => anyhow::bail!("/{name} takes a file"),
             "image" => {
                 let bytes = std::fs::read(rest).with_context(|| format!("/image {rest}"))?;
                 self.images
                     .push(base64::engine::general_purpose::STANDARD.encode(bytes));
-                eprintln!("it goes with the next message");
+                say("it goes with the next message", Tone::Note);
             }
             "think" => {
                 self.think = match rest {
@@ -158,8 +162,8 @@ impl Chat {
                 };
             }
             "stats" => match &self.last {
-                Some(done) => eprintln!("{}", statistics(done)),
-                None => eprintln!("nothing was answered yet"),
+                Some(done) => say(statistics(done), Tone::Note),
+                None => say("nothing was answered yet", Tone::Note),
             },
             "save" => self.save(Path::new(rest))?,
             "clear" => self.clear(arguments),
@@ -171,7 +175,11 @@ impl Chat {
     fn save(&self, path: &Path) -> anyhow::Result<()> {
         let text = serde_json::to_string_pretty(&self.messages)?;
         std::fs::write(path, text + "\n").with_context(|| format!("/save {}", path.display()))?;
-        eprintln!("{} messages written to {}", self.messages.len(), path.display());
+        let count = self.messages.len();
+        say(
+            format!("{count} messages written to {}", path.display()),
+            Tone::Note,
+        );
         Ok(())
     }
 
@@ -205,6 +213,10 @@ impl Chat {
             print_now("\n")?;
         }
         match ending {
+            // Nothing is on the screen that the next question could start from.
+            Ending::Done(done) if done.done_reason == DoneReason::Cancelled && answer.is_empty() => {
+                self.messages.pop();
+            }
             Ending::Done(done) => {
                 self.messages
                     .push(json!({"role": "assistant", "content": spoken(&answer)}));
@@ -212,7 +224,7 @@ impl Chat {
             }
             Ending::Failed(failure) => {
                 self.messages.pop();
-                eprintln!("{}: {}", failure.code, failure.message);
+                say(format!("{}: {}", failure.code, failure.message), Tone::Fault);
             }
             Ending::Answer => {}
         }

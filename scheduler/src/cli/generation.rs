@@ -50,7 +50,7 @@ pub(crate) struct GenerationArguments {
     #[arg(long)]
     ignore_eos: bool,
     /// Speculative drafting: auto, off, or a fixed depth from 1 to 16.
-    #[arg(long, value_name = "MODE")]
+    #[arg(long, value_name = "MODE", value_parser = draft_mode)]
     pub(crate) draft: Option<String>,
     /// Constrain the answer: `json`, or a file with a JSON Schema.
     #[arg(long, value_name = "FORMAT")]
@@ -129,6 +129,14 @@ pub(crate) fn draft_field(text: &str) -> anyhow::Result<Value> {
             Ok(depth @ 1..=16) => Ok(json!({"mode": "fixed", "depth": depth})),
             _ => anyhow::bail!("--draft {text:?} is neither auto, off nor a depth from 1 to 16"),
         },
+    }
+}
+
+/// Checks a drafting mode of the command line.
+pub(crate) fn draft_mode(text: &str) -> Result<String, String> {
+    match draft_field(text) {
+        Ok(_) => Ok(text.to_owned()),
+        Err(_) => Err("neither auto, off nor a depth from 1 to 16".to_owned()),
     }
 }
 

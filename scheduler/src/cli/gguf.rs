@@ -15,7 +15,12 @@ pub(crate) struct GgufArguments {
     #[arg(long, value_name = "FILE")]
     model: PathBuf,
     /// llama-server's executable; by default the one in PATH or of the Python package.
-    #[arg(long, value_name = "PROGRAM", env = "LOOKAHEAD_LLAMA_SERVER")]
+    #[arg(
+        long,
+        value_name = "PROGRAM",
+        env = "LOOKAHEAD_LLAMA_SERVER",
+        hide_env_values = true
+    )]
     llama_server: Option<PathBuf>,
     /// A separate draft file.
     #[arg(long, value_name = "FILE")]

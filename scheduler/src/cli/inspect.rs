@@ -13,6 +13,7 @@ use lookahead_scheduler::programs::Programs;
 use serde_json::{json, Value};
 
 use super::programs::ProgramArguments;
+use super::style::print_result;
 
 /// Flags of `inspect`.
 #[derive(Debug, Args)]
@@ -34,9 +35,9 @@ pub(crate) fn run(arguments: &InspectArguments) -> anyhow::Result<ExitCode> {
         let report = gguf_report(&spec, settings.llama_server.as_deref())?;
         let runs = report["verdict"]["runs"] == true;
         if arguments.json {
-            println!("{}", serde_json::to_string_pretty(&report)?);
+            print_result(&(serde_json::to_string_pretty(&report)? + "\n"))?;
         } else {
-            print_report(&report);
+            print_result(&shown(&report))?;
         }
         return Ok(if runs {
             ExitCode::SUCCESS
@@ -93,15 +94,34 @@ fn gguf_report(spec: &Spec, named: Option<&std::path::Path>) -> anyhow::Result<V
     }))
 }
 
-fn print_report(report: &Value) {
-    let Some(fields) = report.as_object() else { return };
-    for (name, value) in fields {
-        let shown = match (name.as_str(), value) {
-            ("memory", value) => show_size(value["stored"].as_u64().unwrap_or(0)),
-            (_, Value::String(text)) => text.clone(),
-            (_, Value::Null) => "-".to_owned(),
-            (_, value) => value.to_string(),
+fn shown(report: &Value) -> String {
+    let mut text = String::new();
+    for (name, value) in report.as_object().into_iter().flatten() {
+        let words = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let list = |value: &Value| {
+            let words: Vec<String> = value.as_array().into_iter().flatten().map(words).collect();
+            words.join("; ")
         };
-        println!("{:<16}{shown}", name.replace('_', " "));
+        let shown = match (name.as_str(), value) {
+            (_, Value::Null) => "-".to_owned(),
+            ("verdict", value) if value["runs"] == true => "runs".to_owned(),
+            ("verdict", value) => format!("can't run: {}", list(&value["reasons"])),
+            ("draft", value) => {
+                let what = match (&value["kind"], &value["reason"]) {
+                    (Value::String(kind), _) => kind.clone(),
+                    (_, reason) => format!("none: {}", words(reason)),
+                };
+                match &value["warning"] {
+                    Value::String(warning) => format!("{what} ({warning})"),
+                    _ => what,
+                }
+            }
+            ("memory", value) => format!("{} of weights", show_size(value["stored"].as_u64().unwrap_or(0))),
+            (_, Value::Bool(true)) => "yes".to_owned(),
+            (_, Value::Bool(false)) => "no".to_owned(),
+            (_, value) => words(value),
+        };
+        text += &format!("{:<16}{shown}\n", name.replace('_', " "));
     }
+    text
 }

@@ -15,12 +15,15 @@ mod replay;
 mod run;
 mod serve;
 mod session;
+mod style;
 mod tune;
 
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use lookahead_scheduler::config::ConfigError;
+
+use style::{say, Tone};
 
 /// Runs Qwen3.5-family models fast, each in a process of its own.
 #[derive(Debug, Parser)]
@@ -74,13 +77,9 @@ pub(crate) fn main() -> ExitCode {
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Tune(arguments) => tune::run(&arguments),
         Command::Completions { shell } => {
-            clap_complete::generate(
-                shell,
-                &mut Arguments::command(),
-                "lookahead",
-                &mut std::io::stdout(),
-            );
-            Ok(ExitCode::SUCCESS)
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Arguments::command(), "lookahead", &mut script);
+            printed(&script)
         }
         Command::Man => manual(),
         Command::Gguf(arguments) => gguf::gguf(arguments),
@@ -88,7 +87,7 @@ pub(crate) fn main() -> ExitCode {
     let code = result.unwrap_or_else(|error| {
         lookahead_scheduler::log::flush(std::time::Duration::from_millis(200));
         // The alternate form has the whole chain of causes on one line.
-        eprintln!("lookahead: {error:#}");
+        say(format!("lookahead: {error:#}"), Tone::Fault);
         if error.is::<ConfigError>() || error.is::<Refused>() {
             ExitCode::from(2)
         } else if error.is::<Broken>() {
@@ -108,17 +107,22 @@ struct Refused(String);
 
 /// A fault of this program's own.
 #[derive(Debug, thiserror::Error)]
-#[error("the scheduler failed: {0}")]
+#[error("the scheduler failed")]
 struct Broken(#[source] std::io::Error);
 
 /// Writes the manual: one page for the program, followed by one for each command.
 fn manual() -> anyhow::Result<ExitCode> {
-    let mut stdout = std::io::stdout().lock();
+    let mut pages = Vec::new();
     let command = Arguments::command();
-    clap_mangen::Man::new(command.clone()).render(&mut stdout)?;
+    clap_mangen::Man::new(command.clone()).render(&mut pages)?;
     for subcommand in command.get_subcommands() {
         let name: &'static str = Box::leak(format!("lookahead-{}", subcommand.get_name()).into_boxed_str());
-        clap_mangen::Man::new(subcommand.clone().name(name)).render(&mut stdout)?;
+        clap_mangen::Man::new(subcommand.clone().name(name)).render(&mut pages)?;
     }
+    printed(&pages)
+}
+
+fn printed(text: &[u8]) -> anyhow::Result<ExitCode> {
+    style::print_result(&String::from_utf8_lossy(text))?;
     Ok(ExitCode::SUCCESS)
 }

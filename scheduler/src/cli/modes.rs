@@ -146,7 +146,10 @@ mod tests {
             key: "k".to_owned(),
             path: "m.gguf".into(),
             kind,
-            args: ["--threads", "1", "--draft", "4"].iter().map(Into::into).collect(),
+            args: ["--threads", "1", "--draft", "4"]
+                .iter()
+                .map(Into::into)
+                .collect(),
             env: std::collections::BTreeMap::new(),
             keep_alive: None,
             memory: None,

@@ -13,13 +13,23 @@ use lookahead_scheduler::memory::parse_size;
 #[derive(Debug, Clone, Default, Args)]
 pub(crate) struct ProgramArguments {
     /// Configuration file (TOML): names, paths and flags of models, and settings.
-    #[arg(long, value_name = "FILE", env = "LOOKAHEAD_CONFIG")]
+    #[arg(long, value_name = "FILE", env = "LOOKAHEAD_CONFIG", hide_env_values = true)]
     pub(crate) config: Option<PathBuf>,
     /// The MLX runner's executable; by default the one beside this program.
-    #[arg(long, value_name = "PROGRAM", env = "LOOKAHEAD_RUNNER")]
+    #[arg(
+        long,
+        value_name = "PROGRAM",
+        env = "LOOKAHEAD_RUNNER",
+        hide_env_values = true
+    )]
     pub(crate) runner: Option<PathBuf>,
     /// llama-server's executable for GGUF files; by default the one in PATH or of the Python package.
-    #[arg(long, value_name = "PROGRAM", env = "LOOKAHEAD_LLAMA_SERVER")]
+    #[arg(
+        long,
+        value_name = "PROGRAM",
+        env = "LOOKAHEAD_LLAMA_SERVER",
+        hide_env_values = true
+    )]
     pub(crate) llama_server: Option<PathBuf>,
     /// Memory that all models together may take, such as 20GiB; by default four fifths of the machine's.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]

@@ -32,7 +32,12 @@ pub(crate) struct ReplayArguments {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// The MLX runner's executable; by default the one beside this program.
-    #[arg(long, value_name = "PROGRAM", env = "LOOKAHEAD_RUNNER")]
+    #[arg(
+        long,
+        value_name = "PROGRAM",
+        env = "LOOKAHEAD_RUNNER",
+        hide_env_values = true
+    )]
     runner: Option<PathBuf>,
     /// Seconds without an event after which the session counts as different.
     #[arg(long, value_name = "SECONDS", default_value_t = 120.0)]

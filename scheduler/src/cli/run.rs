@@ -14,6 +14,7 @@ use serde_json::{json, Map, Value};
 use super::generation::GenerationArguments;
 use super::programs::ProgramArguments;
 use super::session::{print_now, statistics, Ending, Session};
+use super::style::{say, Tone};
 
 /// Flags of `run`.
 #[derive(Debug, Args)]
@@ -87,7 +88,7 @@ pub(crate) fn run(arguments: &RunArguments) -> anyhow::Result<ExitCode> {
     let code = match &ending {
         Ending::Done(done) => {
             if !arguments.quiet {
-                eprintln!("{}", statistics(done));
+                say(statistics(done), Tone::Note);
             }
             if interrupted && done.done_reason == DoneReason::Cancelled {
                 ExitCode::from(130)
@@ -96,7 +97,10 @@ pub(crate) fn run(arguments: &RunArguments) -> anyhow::Result<ExitCode> {
             }
         }
         Ending::Failed(failure) => {
-            eprintln!("lookahead: {}: {}", failure.code, failure.message);
+            say(
+                format!("lookahead: {}: {}", failure.code, failure.message),
+                Tone::Fault,
+            );
             ExitCode::FAILURE
         }
         Ending::Answer => ExitCode::SUCCESS,

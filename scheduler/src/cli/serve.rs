@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Args;
+use lookahead_protocol::WriteError;
 use lookahead_scheduler::programs::Programs;
 use lookahead_scheduler::record::Recorder;
 use lookahead_scheduler::{log, stdio};
@@ -40,6 +41,14 @@ pub(crate) struct ServeArguments {
     max_line_bytes: Option<usize>,
 }
 
+/// Why the file can't be written, without the words for a line that can't.
+fn cause(error: &WriteError) -> String {
+    match error {
+        WriteError::Io(error) => error.to_string(),
+        other => other.to_string(),
+    }
+}
+
 /// Serves until the host is gone.
 pub(crate) fn serve(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     log::init("info");
@@ -58,7 +67,7 @@ pub(crate) fn serve(arguments: ServeArguments) -> anyhow::Result<ExitCode> {
     let recorder = match &arguments.record {
         Some(path) => Some(
             Recorder::create(path)
-                .map_err(|error| Refused(format!("--record {}: {error}", path.display())))?,
+                .map_err(|error| Refused(format!("--record {}: {}", path.display(), cause(&error))))?,
         ),
         None => None,
     };

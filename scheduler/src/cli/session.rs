@@ -150,19 +150,21 @@ impl Session {
             return;
         }
         let figure = |field: &str| event.get(field).and_then(Value::as_u64).unwrap_or(0);
-        let bar = self.bar.get_or_insert_with(|| {
-            let bar = ProgressBar::new(figure("total"));
-            if let Ok(style) = ProgressStyle::with_template("{msg} {bar:40} {bytes}/{total_bytes} {eta}") {
+        let stage = event.get("stage").and_then(Value::as_str).unwrap_or_default();
+        // Weights are counted in bytes, the first runs of the kernels by themselves.
+        let template = match stage {
+            "weights" => "loading {msg} {bar:40} {bytes}/{total_bytes} {eta}",
+            _ => "loading {msg} {bar:40} {pos}/{len} {eta}",
+        };
+        let bar = self.bar.get_or_insert_with(|| ProgressBar::new(figure("total")));
+        if bar.message() != stage {
+            if let Ok(style) = ProgressStyle::with_template(template) {
                 bar.set_style(style);
             }
-            bar
-        });
+            bar.set_message(stage.to_owned());
+        }
         bar.set_length(figure("total"));
         bar.set_position(figure("done"));
-        bar.set_message(format!(
-            "loading {}",
-            event.get("stage").and_then(Value::as_str).unwrap_or_default()
-        ));
     }
 
     fn hide_load(&mut self) {

@@ -17,6 +17,7 @@ use super::bench::PROMPTS;
 use super::modes::{median, modes, rate, Mode};
 use super::programs::ProgramArguments;
 use super::session::Session;
+use super::style::print_result;
 
 /// The least gain that counts, as a ratio: less is within the noise.
 const WORTH: f64 = 1.03;
@@ -81,9 +82,9 @@ pub(crate) fn run(arguments: &TuneArguments) -> anyhow::Result<ExitCode> {
     let helps = gain >= WORTH && best != "off";
     let report = json!({"model": arguments.model, "cost": cost, "modes": rows, "best": best, "gain": gain, "helps": helps});
     if arguments.json {
-        println!("{}", serde_json::to_string_pretty(&report)?);
+        print_result(&(serde_json::to_string_pretty(&report)? + "\n"))?;
     } else {
-        print_report(&report);
+        print_result(&shown(&report))?;
     }
     if let Some(path) = arguments.save.as_ref().filter(|_| helps) {
         save(path, &arguments.model, &spec.path, &best)?;
@@ -159,22 +160,23 @@ fn best_of(rows: &[Value]) -> (String, f64) {
     (name, best.map_or(1.0, ratio))
 }
 
-fn print_report(report: &Value) {
+fn shown(report: &Value) -> String {
+    let mut text = String::new();
     if let Some(widths) = report["cost"]["widths"].as_array() {
-        println!(
-            "cost of a forward on {}:",
+        text += &format!(
+            "cost of a forward on {}:\n",
             report["cost"]["backend"].as_str().unwrap_or("this machine")
         );
         for width in widths {
-            println!(
-                "  {:>3} rows {:>9.2} ms",
+            text += &format!(
+                "  {:>3} rows {:>9.2} ms\n",
                 width["rows"],
                 width["milliseconds"].as_f64().unwrap_or(0.0)
             );
         }
     }
-    println!(
-        "{:<6} {:>10} {:>8}  acceptance by position",
+    text += &format!(
+        "{:<6} {:>10} {:>8}  acceptance by position\n",
         "draft", "tokens/s", "to off"
     );
     for row in report["modes"].as_array().into_iter().flatten() {
@@ -193,8 +195,8 @@ fn print_report(report: &Value) {
             row["tokens_per_second"].as_f64().unwrap_or(0.0),
         );
         let ratio = row["to_off"].as_f64().unwrap_or(0.0);
-        println!(
-            "{mode:<6} {speed:>10.1} {:>8}  {}",
+        text += &format!(
+            "{mode:<6} {speed:>10.1} {:>8}  {}\n",
             format!("{ratio:.2}x"),
             acceptance.join(" ")
         );
@@ -204,10 +206,13 @@ fn print_report(report: &Value) {
         report["gain"].as_f64().unwrap_or(1.0),
     );
     if report["helps"] == true {
-        println!("drafting helps on this machine: --draft {best} is {gain:.2} times as fast as off");
+        text +=
+            &format!("drafting helps on this machine: --draft {best} is {gain:.2} times as fast as off\n");
     } else {
-        println!("drafting doesn't help on this machine: the best is {gain:.2} times as fast as off");
+        text +=
+            &format!("drafting doesn't help on this machine: the best is {gain:.2} times as fast as off\n");
     }
+    text
 }
 
 fn save(path: &std::path::Path, name: &str, model: &std::path::Path, draft: &str) -> anyhow::Result<()> {

@@ -102,7 +102,11 @@ impl Answer {
         }
         self.tell_prompt(timing(data, "cache_n"), &mut emit);
         let is_last = data.get("stop").and_then(Value::as_bool) == Some(true);
-        let otherwise = if is_last { self.predicted } else { self.predicted + 1 };
+        let otherwise = if is_last {
+            self.predicted
+        } else {
+            self.predicted + 1
+        };
         let counted = data
             .get("tokens_predicted")
             .and_then(Value::as_u64)
@@ -188,8 +192,7 @@ impl Answer {
         let lacking = std::mem::take(&mut self.lacking);
         if lacking > 0 && !whole.text.is_empty() && whole.logprobs.is_none() {
             let count = whole.tokens.len() as u64 + lacking;
-            let is_whole =
-                |all: &Vec<u32>| all.len() as u64 == count && all.last() == whole.tokens.last();
+            let is_whole = |all: &Vec<u32>| all.len() as u64 == count && all.last() == whole.tokens.last();
             if let Some(all) = words.and_then(|words| words.ids_of(&whole.text)).filter(is_whole) {
                 whole.tokens = all;
             }
@@ -205,13 +208,7 @@ impl Answer {
         emit(Event::Token(token));
     }
 
-    fn finish(
-        &mut self,
-        data: &Value,
-        counted: u64,
-        words: &dyn Words,
-        mut emit: impl FnMut(Event),
-    ) -> Done {
+    fn finish(&mut self, data: &Value, counted: u64, words: &dyn Words, mut emit: impl FnMut(Event)) -> Done {
         let stop_type = data.get("stop_type").and_then(Value::as_str).unwrap_or_default();
         let mut last = self.late.take().unwrap_or_else(|| self.text_only(String::new()));
         match stop_type {
@@ -280,7 +277,12 @@ impl Answer {
         if self.stops.is_empty() || self.held.is_empty() {
             return String::new();
         }
-        let ids: Vec<u32> = self.held.iter().flat_map(|token| &token.tokens).copied().collect();
+        let ids: Vec<u32> = self
+            .held
+            .iter()
+            .flat_map(|token| &token.tokens)
+            .copied()
+            .collect();
         let text = words.text_of(&ids).unwrap_or_default();
         let may_stop = |stop: &String| {
             let begins = |at: usize| stop.is_char_boundary(at) && text.ends_with(&stop[..at]);
@@ -316,9 +318,7 @@ impl Answer {
 
 fn timing(data: &Value, name: &str) -> u64 {
     let timings = data.get("timings");
-    timings
-        .and_then(|it| it.get(name)?.as_u64())
-        .unwrap_or(0)
+    timings.and_then(|it| it.get(name)?.as_u64()).unwrap_or(0)
 }
 
 fn nanoseconds(data: &Value, name: &str) -> u64 {

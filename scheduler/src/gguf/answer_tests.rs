@@ -141,10 +141,19 @@ fn no_id_of_a_stop_string_is_delivered_or_counted() {
         let stream: Vec<Value> = letters(sent, text).into_iter().chain([last]).collect();
         let (events, ending) = play_with(false, &["END"], &stream);
         let done = ending.unwrap();
-        assert_eq!((done.done_reason, done.stop.as_deref()), (DoneReason::Stop, Some("END")));
+        assert_eq!(
+            (done.done_reason, done.stop.as_deref()),
+            (DoneReason::Stop, Some("END"))
+        );
         let (texts, ids): (Vec<&str>, Vec<&[u32]>) = tokens(&events).into_iter().unzip();
         assert_eq!(done.eval_count as usize, ids.concat().len());
-        (texts.concat(), ids.concat().iter().filter_map(|&id| char::from_u32(id)).collect::<String>())
+        (
+            texts.concat(),
+            ids.concat()
+                .iter()
+                .filter_map(|&id| char::from_u32(id))
+                .collect::<String>(),
+        )
     };
     let same = |text: &str| (text.to_owned(), text.to_owned());
     assert_eq!(cut(&["x", "", "", ""], "xEND"), same("x"));
@@ -167,7 +176,11 @@ fn an_id_with_text_before_a_stop_string_is_delivered_with_its_text_cut() {
             Some(ids.iter().map(|&id| if id == 1 { "ab" } else { "c" }).collect())
         }
     }
-    let asked = Asked { budget: 9, stops: vec!["bc".to_owned()], ..Asked::default() };
+    let asked = Asked {
+        budget: 9,
+        stops: vec!["bc".to_owned()],
+        ..Asked::default()
+    };
     let mut answer = Answer::new(asked);
     let mut events = Vec::new();
     for data in [piece("", &[1], 1), piece("a", &[2], 2), last] {
@@ -179,29 +192,52 @@ fn an_id_with_text_before_a_stop_string_is_delivered_with_its_text_cut() {
 #[test]
 fn text_kept_back_for_a_stop_string_that_never_came_is_delivered_at_the_end() {
     let stream = |kind, sent: &[&str], text: &str| -> Vec<Value> {
-        letters(sent, text).into_iter().chain([end(kind, sent.len() as u64)]).collect()
+        letters(sent, text)
+            .into_iter()
+            .chain([end(kind, sent.len() as u64)])
+            .collect()
     };
     // The server drops it where the budget ends.
     let (events, ending) = play_with(false, &["END"], &stream("limit", &["x", "", ""], "xEN"));
-    assert_eq!(tokens(&events), [("x", [120].as_slice()), ("EN", [69, 78].as_slice())]);
+    assert_eq!(
+        tokens(&events),
+        [("x", [120].as_slice()), ("EN", [69, 78].as_slice())]
+    );
     assert_eq!(ending.unwrap().eval_count, 3);
     // It sends it with the id that ends the answer where the model does.
     let (events, ending) = play_with(false, &["END"], &stream("eos", &["x", "", "", "EN"], "xEN\u{1}"));
-    assert_eq!(tokens(&events), [("x", [120].as_slice()), ("EN", [69, 78].as_slice())]);
+    assert_eq!(
+        tokens(&events),
+        [("x", [120].as_slice()), ("EN", [69, 78].as_slice())]
+    );
     assert_eq!(ending.unwrap().eval_count, 3);
 }
 
 #[test]
 fn a_cancelled_answer_says_what_it_came_to() {
-    let mut answer = Answer::new(Asked { prompt_tokens: 5, budget: 100, ..Asked::default() });
+    let mut answer = Answer::new(Asked {
+        prompt_tokens: 5,
+        budget: 100,
+        ..Asked::default()
+    });
     let mut data = piece("x", &[7], 1);
     data["timings"] = json!({"cache_n": 2, "prompt_ms": 1.5, "predicted_ms": 0.0});
     answer.take(&data, &Letters, |_| {});
     data = piece("y", &[8], 2);
-    data["timings"] = json!({"cache_n": 2, "prompt_ms": 1.5, "predicted_ms": 2.0, "draft_n": 3, "draft_n_accepted": 1});
+    data["timings"] =
+        json!({"cache_n": 2, "prompt_ms": 1.5, "predicted_ms": 2.0, "draft_n": 3, "draft_n_accepted": 1});
     answer.take(&data, &Letters, |_| {});
     let done = answer.cancelled(|_| {});
-    assert_eq!((done.done_reason, done.prompt_eval_count, done.cached_count), (DoneReason::Cancelled, 5, 2));
-    assert_eq!((done.eval_count, done.prompt_eval_duration, done.eval_duration), (2, 1_500_000, 2_000_000));
-    assert_eq!((done.draft.rounds, done.draft.proposed, done.draft.accepted), (Some(1), 3, 1));
+    assert_eq!(
+        (done.done_reason, done.prompt_eval_count, done.cached_count),
+        (DoneReason::Cancelled, 5, 2)
+    );
+    assert_eq!(
+        (done.eval_count, done.prompt_eval_duration, done.eval_duration),
+        (2, 1_500_000, 2_000_000)
+    );
+    assert_eq!(
+        (done.draft.rounds, done.draft.proposed, done.draft.accepted),
+        (Some(1), 3, 1)
+    );
 }

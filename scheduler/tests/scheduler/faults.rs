@@ -218,8 +218,13 @@ fn a_process_that_ignores_everything_is_killed_in_the_end() {
     assert!(!is_alive(pid));
     // It never said what became of its request; the count is of what was passed on.
     let events = host.all_of("f");
-    let tokens = events.iter().chain([&first]).filter(|event| event["type"] == "token");
-    let passed_on: usize = tokens.map(|event| event["tokens"].as_array().unwrap().len()).sum();
+    let tokens = events
+        .iter()
+        .chain([&first])
+        .filter(|event| event["type"] == "token");
+    let passed_on: usize = tokens
+        .map(|event| event["tokens"].as_array().unwrap().len())
+        .sum();
     let done = events.last().unwrap();
     assert_eq!(
         (done["done_reason"].as_str(), done["prompt_eval_count"].as_u64()),
@@ -235,7 +240,10 @@ fn a_missing_executable_is_named() {
     let setup = Setup::new();
     crate::gguf::write_model(&setup.path().join("c.gguf"), &["slow-token=5"]);
     let mut host = setup
-        .setting(&format!("llama_server = {:?}", example("fake-llama-server").to_str().unwrap()))
+        .setting(&format!(
+            "llama_server = {:?}",
+            example("fake-llama-server").to_str().unwrap()
+        ))
         .setting("[models.c]\npath = \"c.gguf\"")
         .model("alpha", &[])
         .argument("--runner=/no/such/runner")

@@ -106,9 +106,27 @@ fn budgets_and_stop_strings_end_it_as_the_protocol_says() {
         ("stop", json!({"stop": ["c"]}), "stop", 2, "ab"),
         // A stop string of two ids, neither of which is delivered, and text that the server keeps back for one that never comes.
         ("pair", json!({"stop": ["bc"]}), "stop", 1, "a"),
-        ("vain", json!({"stop": ["bx"]}), "stop", 14, "abc\u{1f984}abc\u{1f984}"),
-        ("kept", json!({"stop": ["bx"], "num_predict": 2}), "length", 2, "ab"),
-        ("unicorn", json!({"stop": ["c\u{1f984}x"], "num_predict": 8}), "length", 8, "abc\u{1f984}a"),
+        (
+            "vain",
+            json!({"stop": ["bx"]}),
+            "stop",
+            14,
+            "abc\u{1f984}abc\u{1f984}",
+        ),
+        (
+            "kept",
+            json!({"stop": ["bx"], "num_predict": 2}),
+            "length",
+            2,
+            "ab",
+        ),
+        (
+            "unicorn",
+            json!({"stop": ["c\u{1f984}x"], "num_predict": 8}),
+            "length",
+            8,
+            "abc\u{1f984}a",
+        ),
     ] {
         host.send(generate(id, json!({ "options": options })));
         let (got, done) = host.text_of(id);

@@ -83,13 +83,21 @@ fn assert_adds_up(done: &Value, drafting: bool) {
         .collect();
     let positions = draft["by_position"].as_array().unwrap();
     let sum = |field: &str| positions.iter().map(|it| figure(&it[field])).sum::<u64>();
-    assert_eq!(depths.iter().map(|(_, rounds)| rounds).sum::<u64>(), figure(&draft["rounds"]), "{draft}");
+    assert_eq!(
+        depths.iter().map(|(_, rounds)| rounds).sum::<u64>(),
+        figure(&draft["rounds"]),
+        "{draft}"
+    );
     assert_eq!(
         depths.iter().map(|(depth, rounds)| depth * rounds).sum::<u64>(),
         figure(&draft["proposed"]),
         "{draft}"
     );
-    assert_eq!((sum("tested"), sum("accepted")), (figure(&draft["tested"]), figure(&draft["accepted"])), "{draft}");
+    assert_eq!(
+        (sum("tested"), sum("accepted")),
+        (figure(&draft["tested"]), figure(&draft["accepted"])),
+        "{draft}"
+    );
     assert_eq!(figure(&draft["proposed"]) > 0, drafting, "{draft}");
     // Each round yields its accepted drafts and one id more, the prefill one, and the end of the text is not delivered.
     let generated = figure(&draft["rounds"]) + figure(&draft["accepted"]) + 1;
@@ -141,21 +149,30 @@ fn budgets_and_stop_strings_cut_text_and_ids_alike() {
         for stop in ["15", "15, 1", ", 17, 18,", "12"] {
             host.send(ask("s", question, json!({"stop": [stop]})));
             let (text, ids, done) = answer(&mut host, "s");
-            assert_eq!((done["done_reason"].as_str(), done["stop"].as_str()), (Some("stop"), Some(stop)));
+            assert_eq!(
+                (done["done_reason"].as_str(), done["stop"].as_str()),
+                (Some("stop"), Some(stop))
+            );
             assert_eq!(text, whole[..whole.find(stop).unwrap()], "{stop}");
             assert_eq!(ids, whole_ids[..ids.len()], "{stop}");
             // Every id but the last lies wholly before the stop string.
             let spelled = detokenize(&mut host, &ids);
             assert!(spelled.starts_with(&text), "{stop}: {spelled:?} {text:?}");
             if let [before @ .., _] = ids.as_slice() {
-                assert!(detokenize(&mut host, before).len() < text.len().max(1), "{stop}: {ids:?}");
+                assert!(
+                    detokenize(&mut host, before).len() < text.len().max(1),
+                    "{stop}: {ids:?}"
+                );
             }
         }
         for budget in 0..16 {
             for stop in [json!([]), json!([", 14, x", "13 "])] {
                 host.send(ask("b", question, json!({"num_predict": budget, "stop": stop})));
                 let (text, ids, done) = answer(&mut host, "b");
-                assert_eq!((done["done_reason"].as_str(), ids.len()), (Some("length"), budget));
+                assert_eq!(
+                    (done["done_reason"].as_str(), ids.len()),
+                    (Some("length"), budget)
+                );
                 assert_eq!(ids, whole_ids[..budget]);
                 assert_eq!(text, detokenize(&mut host, &ids), "{budget} {stop}");
             }
@@ -175,16 +192,24 @@ fn small_requests_and_formats_work_and_the_rest_is_refused_by_name() {
     for (think, ending) in [(json!(true), "<think>\n"), (json!(false), "</think>\n\n")] {
         host.send(json!({"type": "render", "id": "r", "model": "g", "messages": user, "think": think}));
         let prompt = host.end_of("r")["prompt"].as_str().unwrap().to_owned();
-        assert!(prompt.contains("<|im_start|>user\nHi<|im_end|>") && prompt.ends_with(ending), "{prompt:?}");
+        assert!(
+            prompt.contains("<|im_start|>user\nHi<|im_end|>") && prompt.ends_with(ending),
+            "{prompt:?}"
+        );
     }
     let schema = json!({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": false});
     for format in [json!("json"), schema] {
-        let mut request = ask("f", "Give the words as a JSON list: apple river", json!({"num_predict": 200}));
+        let mut request = ask(
+            "f",
+            "Give the words as a JSON list: apple river",
+            json!({"num_predict": 200}),
+        );
         request["format"] = format.clone();
         host.send(request);
         let (text, _, done) = answer(&mut host, "f");
         if done["done_reason"] == "stop" {
-            let value: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{format}: {text:?}: {error}"));
+            let value: Value =
+                serde_json::from_str(&text).unwrap_or_else(|error| panic!("{format}: {text:?}: {error}"));
             assert!(format == "json" || value["n"].is_i64(), "{value}");
         }
     }
@@ -199,18 +224,29 @@ fn small_requests_and_formats_work_and_the_rest_is_refused_by_name() {
         .flat_map(|event| event["logprobs"].as_array().unwrap())
         .collect();
     assert_eq!(entries.len(), 3);
-    assert!(entries.iter().all(|it| it["logprob"].as_f64().unwrap() <= 0.0 && it["top"].as_array().unwrap().len() == 2));
+    assert!(entries
+        .iter()
+        .all(|it| it["logprob"].as_f64().unwrap() <= 0.0 && it["top"].as_array().unwrap().len() == 2));
     for (fields, code) in [
         (json!({"prompt": ""}), "empty_prompt"),
         (json!({"prompt": "a ".repeat(9000)}), "context_exceeded"),
         (json!({"prompt": "a", "tokens": null}), "invalid_request"),
         (json!({"prompt": "a", "format": {"regex": "a+"}}), "unsupported"),
-        (json!({"prompt": "a", "format": {"type": "nonsense"}}), "bad_format"),
-        (json!({"prompt": "a", "draft": {"mode": "fixed", "depth": 2}}), "unsupported"),
+        (
+            json!({"prompt": "a", "format": {"type": "nonsense"}}),
+            "bad_format",
+        ),
+        (
+            json!({"prompt": "a", "draft": {"mode": "fixed", "depth": 2}}),
+            "unsupported",
+        ),
         (json!({"tokens": [99999999]}), "invalid_request"),
     ] {
         let mut request = json!({"type": "generate", "id": "x", "model": "g"});
-        request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        request
+            .as_object_mut()
+            .unwrap()
+            .extend(fields.as_object().unwrap().clone());
         host.send(request);
         assert_eq!(host.end_of("x")["code"], code, "{fields:.100}");
     }
@@ -242,7 +278,9 @@ fn cancel_works_while_loading_queued_prefilling_and_generating() {
     host.send(long("running"));
     host.wait(|event| event["id"] == "running" && event["type"] == "token");
     host.send(long("queued"));
-    host.send(json!({"type": "generate", "id": "prefilling", "model": "g", "prompt": "a b c d ".repeat(450)}));
+    host.send(
+        json!({"type": "generate", "id": "prefilling", "model": "g", "prompt": "a b c d ".repeat(450)}),
+    );
     for target in ["queued", "running", "prefilling"] {
         if target == "prefilling" {
             std::thread::sleep(Duration::from_millis(20));
@@ -269,7 +307,11 @@ fn a_killed_server_ends_its_requests_and_is_started_again() {
         let bridge = host.pid_of("g");
         kill(servers_under(bridge)[0], libc::SIGKILL);
         let error = host.end_of("1");
-        assert_eq!((error["code"].as_str(), error["retryable"].as_bool()), (Some("runner_crashed"), Some(true)), "{error}");
+        assert_eq!(
+            (error["code"].as_str(), error["retryable"].as_bool()),
+            (Some("runner_crashed"), Some(true)),
+            "{error}"
+        );
         assert!(error["message"].as_str().unwrap().contains("SIGKILL"), "{error}");
     }
     host.send(ask("after", "Spell the word river.", json!({})));
@@ -292,7 +334,9 @@ fn no_server_outlives_its_scheduler() {
             _ => drop(host.stdin.take()),
         }
         let ended = Instant::now();
-        eventually(Duration::from_secs(2), way, || !is_alive(bridge) && !is_alive(servers[0]));
+        eventually(Duration::from_secs(2), way, || {
+            !is_alive(bridge) && !is_alive(servers[0])
+        });
         println!("{way}: bridge and server gone in {:?}", ended.elapsed());
     }
 }
@@ -303,9 +347,19 @@ fn files_that_cannot_be_served_are_told_by_their_cause() {
     let folder = tempfile::tempdir().unwrap();
     let whole = std::fs::read(&real.model).unwrap();
     for (name, bytes, code, word) in [
-        ("data-cut.gguf", &whole[..whole.len() / 2], "model_invalid", "not within the file bounds"),
+        (
+            "data-cut.gguf",
+            &whole[..whole.len() / 2],
+            "model_invalid",
+            "not within the file bounds",
+        ),
         ("header-cut.gguf", &whole[..1000], "model_invalid", "header"),
-        ("text.gguf", b"hello, I am no model".as_slice(), "model_invalid", "hell"),
+        (
+            "text.gguf",
+            b"hello, I am no model".as_slice(),
+            "model_invalid",
+            "hell",
+        ),
         ("empty.gguf", b"".as_slice(), "model_invalid", "GGUF file"),
     ] {
         let path = folder.path().join(name);
@@ -314,16 +368,29 @@ fn files_that_cannot_be_served_are_told_by_their_cause() {
         host.send(ask("1", "Hi", json!({})));
         let error = host.end_of("1");
         assert_eq!(error["code"], code, "{name}: {error}");
-        assert!(error["message"].as_str().unwrap().contains(word), "{name}: {error}");
+        assert!(
+            error["message"].as_str().unwrap().contains(word),
+            "{name}: {error}"
+        );
     }
 }
 
 #[test]
 fn the_servers_own_environment_variables_do_not_act() {
     let Some(real) = real() else { return };
-    let mut host = real.host_of(&real.model, "auto", "env = { LLAMA_ARG_CTX_SIZE = \"512\", LLAMA_ARG_SPEC_TYPE = \"none\" }");
+    let mut host = real.host_of(
+        &real.model,
+        "auto",
+        "env = { LLAMA_ARG_CTX_SIZE = \"512\", LLAMA_ARG_SPEC_TYPE = \"none\" }",
+    );
     host.send(json!({"type": "load", "id": "l", "model": "g"}));
     let loaded = host.end_of("l");
     assert_eq!(loaded["info"]["context_length"], 4096, "{loaded}");
-    assert_eq!((loaded["draft"]["active"].as_bool(), loaded["draft"]["max_depth"].as_u64()), (Some(true), Some(3)));
+    assert_eq!(
+        (
+            loaded["draft"]["active"].as_bool(),
+            loaded["draft"]["max_depth"].as_u64()
+        ),
+        (Some(true), Some(3))
+    );
 }

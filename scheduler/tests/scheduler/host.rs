@@ -297,7 +297,11 @@ pub(crate) fn marked(mark: &str) -> Vec<i32> {
             continue;
         };
         let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
-        if environment.split(|&byte| byte == 0).any(|it| it == mark.as_bytes()) && is_alive(pid) {
+        if environment
+            .split(|&byte| byte == 0)
+            .any(|it| it == mark.as_bytes())
+            && is_alive(pid)
+        {
             pids.push(pid);
         }
     }

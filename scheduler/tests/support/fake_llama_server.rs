@@ -398,7 +398,11 @@ fn stream_answer(
             return false;
         }
         let is_end = n == 8 && !endless;
-        let (text, ids) = if is_end { (String::new(), vec![1]) } else { piece(n) };
+        let (text, ids) = if is_end {
+            (String::new(), vec![1])
+        } else {
+            piece(n)
+        };
         n += 1;
         predicted += ids.len() as u64;
         drafts.reach(predicted.min(wanted), wanted);
