@@ -238,6 +238,22 @@ mod tests {
     }
 
     #[test]
+    fn the_head_of_a_converted_model_is_found() {
+        let path =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../fixtures/models/tiny-qwen3.5-mtp-q8_0.gguf");
+        let model = Header::open(&path).unwrap();
+        assert_eq!(
+            (model.architecture(), model.quantization().as_deref()),
+            ("qwen35", Some("Q8_0"))
+        );
+        let drafting = decide(&model, None, Wish::Auto, &known()).unwrap();
+        assert_eq!(
+            flags(&drafting),
+            "--spec-type draft-mtp --spec-draft-backend-sampling"
+        );
+    }
+
+    #[test]
     fn a_separate_draft_file_beats_the_head_inside() {
         let model = header("qwen35", Some(1), &[TRUNK, HEAD]);
         let draft = |architecture| header(architecture, Some(1), &[HEAD]);

@@ -109,6 +109,72 @@ fn a_bench_measures_every_mode_on_every_prompt() {
 }
 
 #[test]
+fn a_gguf_file_is_measured_with_a_server_for_every_mode() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.gguf");
+    crate::gguf::write_model(&path, &[]);
+    let model = path.to_str().unwrap();
+    let output = run(
+        &[
+            "bench",
+            model,
+            "--runs",
+            "1",
+            "--tokens",
+            "7",
+            "--prefill",
+            "64",
+            "--draft",
+            "off",
+            "--draft",
+            "2",
+            "--json",
+        ],
+        "",
+    );
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let accepted = |draft: &str| {
+        let rows = report["decode"].as_array().unwrap();
+        rows.iter().find(|row| row["draft"] == draft).unwrap()["accepted_per_proposed"].clone()
+    };
+    assert!(accepted("off").is_null() && accepted("2").is_f64(), "{report}");
+    let output = run(&["tune", model, "--runs", "1", "--tokens", "7"], "");
+    assert!(
+        text(&output.stdout).contains("drafting"),
+        "{}",
+        text(&output.stderr)
+    );
+}
+
+#[test]
+fn a_command_line_that_cannot_be_followed_exits_with_2() {
+    for arguments in [
+        &["serve", "--config", "/no/such/file"][..],
+        &["serve", "--record", "/no/such/folder/file"],
+        &["run", "model", "hello", "--draft", "99"],
+        &["bench", "model", "--draft", "on"],
+        &["serve", "--no-such-flag"],
+        &["gguf"],
+    ] {
+        let output = run(arguments, "");
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
+        assert!(stderr.matches("No such file").count() <= 1, "{stderr}");
+        assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn a_reader_of_a_result_that_goes_away_is_no_failure() {
+    for command in ["man", "completions bash"] {
+        let script = format!("{} {command} | head -c 1; echo done", lookahead().display());
+        let output = Command::new("sh").arg("-c").arg(script).output().unwrap();
+        assert_eq!(text(&output.stderr), "", "{command}");
+    }
+}
+
+#[test]
 fn tuning_saves_nothing_where_drafting_does_not_help() {
     let folder = tempfile::tempdir().unwrap();
     // Every mode of the fake model is equally fast.

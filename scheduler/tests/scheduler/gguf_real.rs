@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{json, Value};
 
-use crate::gguf::servers_under;
+use crate::gguf::{ids, servers_under};
 use crate::host::{eventually, is_alive, kill, Host, Setup};
 
 struct Real {
@@ -276,7 +276,7 @@ fn cancel_works_while_loading_queued_prefilling_and_generating() {
     host.send(json!({"type": "cancel", "id": "c", "target": "loading"}));
     assert_eq!(host.end_of("loading")["done_reason"], "cancelled");
     host.send(long("running"));
-    host.wait(|event| event["id"] == "running" && event["type"] == "token");
+    let first = host.wait(|event| event["id"] == "running" && event["type"] == "token");
     host.send(long("queued"));
     host.send(
         json!({"type": "generate", "id": "prefilling", "model": "g", "prompt": "a b c d ".repeat(450)}),
@@ -288,8 +288,24 @@ fn cancel_works_while_loading_queued_prefilling_and_generating() {
         host.send(json!({"type": "cancel", "id": "c", "target": target}));
         let sent = Instant::now();
         assert_eq!(host.end_of("c")["found"], true);
-        let (_, _, done) = answer(&mut host, target);
+        let events = host.all_of(target);
+        let done = events.last().unwrap();
         assert_eq!(done["done_reason"], "cancelled", "{target}: {done}");
+        let seen = if target == "running" {
+            ids(&[first.clone()])
+        } else {
+            0
+        };
+        let delivered: Vec<Value> = events
+            .iter()
+            .filter(|event| event["type"] == "token")
+            .cloned()
+            .collect();
+        assert_eq!(
+            done["eval_count"].as_u64().unwrap() as usize,
+            seen + ids(&delivered),
+            "{target}: {done}"
+        );
         println!("{target} cancelled in {:?}", sent.elapsed());
         assert!(sent.elapsed() < Duration::from_secs(5));
     }
