@@ -114,7 +114,8 @@
 //! - Durations are nanoseconds, sizes bytes, log-probabilities natural; minus infinity is written as -9999.
 //! - `draft` counts what drafting did. Three figures go by the name of acceptance rate, so each has a name here
 //!   ([`event::DraftStats`]): `accepted_per_proposed`, `accepted_per_tested`, `tokens_per_round`. `tested`, `rounds`,
-//!   `by_position` and `depth` are left out by a backend that can't know them (llama-server); our own runner always has them.
+//!   `by_position` and `depth` are left out where a backend can't know them (llama-server, for some texts); our own runner always
+//!   has them.
 //!
 //! The other requests have one answer each:
 //!

@@ -67,6 +67,7 @@ pub fn serve(options: &Options) -> io::Result<u8> {
         ready: AtomicBool::new(false),
         last_serial: AtomicU64::new(0),
         started: Instant::now(),
+        counts: Mutex::default(),
     });
     shared.emit(Event::Hello(Hello {
         protocol: ProtocolVersion::CURRENT,
@@ -400,5 +401,6 @@ fn status_of(shared: &Shared, id: String) -> Status {
     let mut status = Status::new(id, state);
     status.uptime = shared.started.elapsed().as_nanos() as u64;
     status.waiting = generating.saturating_sub(1);
+    status.requests = shared.counts();
     status
 }

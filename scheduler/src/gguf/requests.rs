@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use lookahead_protocol::event::{Cancelled, DoneReason};
+use lookahead_protocol::event::{Cancelled, DoneReason, RequestCounts};
 use lookahead_protocol::request::{Cancel, Generate};
 use lookahead_protocol::Event;
 use serde_json::Value;
@@ -37,6 +37,7 @@ pub(super) struct Shared {
     pub(super) ready: AtomicBool,
     pub(super) last_serial: AtomicU64,
     pub(super) started: Instant,
+    pub(super) counts: Mutex<RequestCounts>,
 }
 
 /// A `generate` request on its way to the server.
@@ -71,10 +72,27 @@ impl Shared {
     pub(super) fn end(&self, id: &str, serial: u64, event: Event) {
         let mut busy = self.busy();
         if busy.get(id).is_some_and(|busy| busy.serial == serial) {
-            busy.remove(id);
+            if busy.remove(id).is_some_and(|ended| ended.generate) {
+                self.count(&event);
+            }
             // Under the lock, so that nothing can use the id again before its final event is out.
             self.emit(event);
         }
+    }
+
+    /// Counts the end of a generation.
+    fn count(&self, event: &Event) {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        match event {
+            Event::Done(done) if done.done_reason == DoneReason::Cancelled => counts.cancelled += 1,
+            Event::Done(_) => counts.completed += 1,
+            _ => counts.failed += 1,
+        }
+    }
+
+    /// How generations ended so far.
+    pub(super) fn counts(&self) -> RequestCounts {
+        *self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the request has not ended.
@@ -127,11 +145,9 @@ impl Shared {
         }));
         if is_waiting {
             busy.remove(&target);
-            self.emit(Event::Done(Box::new(empty_done(
-                &target,
-                DoneReason::Cancelled,
-                waited,
-            ))));
+            let done = Event::Done(Box::new(empty_done(&target, DoneReason::Cancelled, waited)));
+            self.count(&done);
+            self.emit(done);
         }
     }
 

@@ -249,6 +249,12 @@ fn cancel_works_while_loading_queued_and_generating() {
     }
     host.send(generate("after", json!({"options": {"num_predict": 2}})));
     assert_eq!(host.end_of("after")["eval_count"], 2);
+    // The one that was cancelled while loading never reached the model's process.
+    host.send(json!({"type": "status", "id": "s", "model": "g"}));
+    assert_eq!(
+        host.end_of("s")["requests"],
+        json!({"completed": 1, "cancelled": 2, "failed": 0})
+    );
 }
 
 #[test]
