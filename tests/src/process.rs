@@ -261,6 +261,14 @@ impl Process {
         Some(pages * 4096)
     }
 
+    /// The most bytes of memory that it has had resident; none where the system doesn't tell.
+    pub fn most_resident(&self) -> Option<u64> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).ok()?;
+        let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
+        let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+        Some(kib << 10)
+    }
+
     /// What it has logged.
     pub fn log(&self) -> String {
         self.stderr.lock().unwrap_or_else(PoisonError::into_inner).clone()
