@@ -1,3 +1,5 @@
+//! Placeholders, their features and positions, and the refusals.
+
 use super::*;
 use crate::mlx::Backend;
 use crate::model::vision_config::VisionConfig;

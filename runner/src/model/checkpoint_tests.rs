@@ -1,3 +1,5 @@
+//! Directories, indexes, shards and sidecars, sound and damaged.
+
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;

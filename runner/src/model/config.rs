@@ -12,6 +12,9 @@ use super::error::{LoadError, Result};
 use super::fields::{read_object, Fields};
 use super::vision_config::VisionConfig;
 
+pub use super::family::{supported_architectures, Family};
+pub use super::rope_config::RopeConfig;
+
 /// The file.
 pub const CONFIG_FILE: &str = "config.json";
 
@@ -19,91 +22,6 @@ pub const CONFIG_FILE: &str = "config.json";
 const MAX_WIDTH: usize = 1 << 20;
 /// Largest number of layers, heads or experts.
 const MAX_COUNT: usize = 1 << 14;
-
-/// A member of the model family.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
-    /// Dense Qwen3.5, 3.6, 3.8.
-    Qwen35,
-    /// Mixture of experts of the same.
-    Qwen35Moe,
-    /// Qwen3-Next: fused delta-net projections, flat config, no vision.
-    Qwen3Next,
-}
-
-/// How configs name a family.
-struct Registration {
-    family: Family,
-    model_types: &'static [&'static str],
-    architectures: &'static [&'static str],
-}
-
-const REGISTRY: &[Registration] = &[
-    Registration {
-        family: Family::Qwen35,
-        model_types: &["qwen3_5", "qwen3_5_text"],
-        architectures: &["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"],
-    },
-    Registration {
-        family: Family::Qwen35Moe,
-        model_types: &["qwen3_5_moe", "qwen3_5_moe_text"],
-        architectures: &["Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"],
-    },
-    Registration {
-        family: Family::Qwen3Next,
-        model_types: &["qwen3_next"],
-        architectures: &["Qwen3NextForCausalLM"],
-    },
-];
-
-/// Every architecture that can be loaded.
-pub fn supported_architectures() -> Vec<&'static str> {
-    REGISTRY
-        .iter()
-        .flat_map(|r| r.architectures.iter().copied())
-        .collect()
-}
-
-impl Family {
-    /// The family's `model_type`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Qwen35 => "qwen3_5",
-            Self::Qwen35Moe => "qwen3_5_moe",
-            Self::Qwen3Next => "qwen3_next",
-        }
-    }
-
-    /// Finds the family that `top` names, with the name it goes by.
-    ///
-    /// `architectures` decides where it is given: a model type alone would let a classifier of the same family through, which
-    /// has no vocabulary to generate from.
-    fn find(top: &Map<String, Value>, text: &Map<String, Value>) -> Result<(Self, String)> {
-        let file = Fields::new(CONFIG_FILE, "", top);
-        let names = file.list("architectures")?.unwrap_or_default();
-        let names: Vec<&str> = names.iter().filter_map(Value::as_str).collect();
-        let unsupported = |found: &str| LoadError::ArchitectureUnsupported {
-            found: found.to_owned(),
-            supported: supported_architectures(),
-        };
-        for name in &names {
-            if let Some(r) = REGISTRY.iter().find(|r| r.architectures.contains(name)) {
-                return Ok((r.family, (*name).to_owned()));
-            }
-        }
-        if let Some(first) = names.first() {
-            return Err(unsupported(first));
-        }
-        let inner = Fields::new(CONFIG_FILE, "text_config.", text);
-        let Some(model_type) = file.text("model_type")?.or(inner.text("model_type")?) else {
-            return Err(file.missing("architectures", " and so is model_type"));
-        };
-        let found = REGISTRY.iter().find(|r| r.model_types.contains(&model_type));
-        found
-            .map(|r| (r.family, model_type.to_owned()))
-            .ok_or_else(|| unsupported(model_type))
-    }
-}
 
 /// What mixes tokens in a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -159,17 +77,6 @@ pub struct MoeConfig {
     pub shared_intermediate: usize,
     /// Whether the chosen experts' weights are made to sum to one.
     pub renormalise: bool,
-}
-
-/// Rotary embedding.
-#[derive(Debug, Clone, PartialEq)]
-pub struct RopeConfig {
-    /// Base.
-    pub theta: f64,
-    /// Dimensions of a head that rotate; even.
-    pub dims: usize,
-    /// Frequencies of each axis (time, height, width), interleaved; they sum to `dims / 2`. `None`: one axis only.
-    pub mrope_section: Option<[usize; 3]>,
 }
 
 /// `tie_word_embeddings` as it is written. The tensors decide; these only show a contradiction.
@@ -327,7 +234,7 @@ impl ModelConfig {
             moe,
             rms_norm_eps: t.positive("rms_norm_eps", 1.0)?.unwrap_or(1e-6),
             delta: delta(&t)?,
-            rope: rope(&t, head_dim)?,
+            rope: RopeConfig::parse(&t, head_dim)?,
             context_length: t
                 .size("max_position_embeddings", 1..=1 << 30)?
                 .unwrap_or(DEFAULT_CONTEXT),
@@ -469,77 +376,6 @@ fn sparse_layers(t: &Fields<'_>, family: Family, count: usize) -> Result<Vec<boo
         Family::Qwen3Next => (i + 1).is_multiple_of(step) && !dense.contains(&(i as u64)),
     };
     Ok((0..count).map(sparse).collect())
-}
-
-/// Looks in `rope_parameters`, else `rope_scaling`, then at the level of the text config.
-fn rope(t: &Fields<'_>, head_dim: usize) -> Result<RopeConfig> {
-    let (name, map) = match t.object("rope_parameters")? {
-        Some(map) => ("rope_parameters", Some(map)),
-        None => ("rope_scaling", t.object("rope_scaling")?),
-    };
-    let (empty, scope) = (Map::new(), t.path(&format!("{name}.")));
-    let r = Fields::new(CONFIG_FILE, &scope, map.unwrap_or(&empty));
-    for key in ["rope_type", "type"] {
-        if let (Some(kind), Some(value)) = (r.text(key)?, r.get(key)) {
-            if !["default", "mrope"].contains(&kind) {
-                return Err(r.unsupported(key, value, "only default"));
-            }
-        }
-    }
-    const MAX_THETA: f64 = 1e15;
-    let theta = match r.positive("rope_theta", MAX_THETA)? {
-        Some(theta) => theta,
-        None => t.positive("rope_theta", MAX_THETA)?.ok_or_else(|| {
-            t.missing(
-                "rope_theta",
-                " (looked in rope_parameters, rope_scaling and beside them); it can't be guessed",
-            )
-        })?,
-    };
-    let (at, factor) = match r.positive("partial_rotary_factor", 1.0)? {
-        Some(factor) => (&r, factor),
-        None => (t, t.positive("partial_rotary_factor", 1.0)?.unwrap_or(0.25)),
-    };
-    let dims = (head_dim as f64 * factor) as usize;
-    if dims == 0 || !dims.is_multiple_of(2) {
-        let expected =
-            format!("a share of head_dim {head_dim} that is an even number of dimensions, not {dims}");
-        return Err(at.bad("partial_rotary_factor", &Value::from(factor), expected));
-    }
-    let mrope_section = match r.list("mrope_section")? {
-        None => None,
-        Some(items) => Some(mrope_section(&r, items, dims)?),
-    };
-    if r.flag("mrope_interleaved")? == Some(false) && mrope_section.is_some() {
-        return Err(r.unsupported("mrope_interleaved", &Value::from(false), "only true"));
-    }
-    Ok(RopeConfig {
-        theta,
-        dims,
-        mrope_section,
-    })
-}
-
-fn mrope_section(r: &Fields<'_>, items: &[Value], dims: usize) -> Result<[usize; 3]> {
-    let sizes: Vec<usize> = items
-        .iter()
-        .filter_map(Value::as_u64)
-        .filter_map(|n| usize::try_from(n).ok())
-        .collect();
-    match <[usize; 3]>::try_from(sizes) {
-        Ok(s)
-            if items.len() == 3 && s.iter().try_fold(0usize, |a, n| a.checked_add(*n)) == Some(dims / 2) =>
-        {
-            Ok(s)
-        }
-        _ => {
-            let expected = format!(
-                "three counts that sum to {}, half of the {dims} rotated dimensions",
-                dims / 2
-            );
-            Err(r.bad("mrope_section", &Value::from(items.to_vec()), expected))
-        }
-    }
 }
 
 #[cfg(test)]

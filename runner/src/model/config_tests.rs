@@ -1,3 +1,5 @@
+//! Configs of every family, what they may leave out, and what they may not say.
+
 use proptest::prelude::*;
 use serde_json::json;
 

@@ -252,3 +252,7 @@ fn trunk_mean(checkpoint: &Checkpoint, name: &str) -> Option<f64> {
         .filter(|m| !m.is_empty())
         .map(|m| m.iter().sum::<f64>() / m.len() as f64)
 }
+
+#[cfg(test)]
+#[path = "head_tests.rs"]
+mod tests;

@@ -1,3 +1,5 @@
+//! Headers of safetensors files, sound and damaged: nothing is read that they don't vouch for.
+
 use proptest::prelude::*;
 use serde_json::json;
 

@@ -1,3 +1,5 @@
+//! Row orders of fused projections.
+
 use super::*;
 
 #[test]

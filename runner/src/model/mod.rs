@@ -6,6 +6,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod error;
 pub mod estimate;
+mod family;
 pub(crate) mod fields;
 mod files;
 pub mod fingerprint;
@@ -20,6 +21,7 @@ pub mod names;
 pub mod plan;
 pub mod quant;
 pub mod qwen3_5;
+mod rope_config;
 pub mod vision_config;
 pub mod weights;
 

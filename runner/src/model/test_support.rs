@@ -12,6 +12,7 @@ use tempfile::TempDir;
 use super::checkpoint::{dtype_name, Checkpoint};
 use super::error::Result;
 use super::header::Header;
+use super::plan::{plan, Plan, PlanOptions};
 
 /// A folder of the repository's fixtures.
 pub(crate) fn fixtures(sub: &str) -> PathBuf {
@@ -183,4 +184,10 @@ pub(crate) fn with_header(header: &str, data: &[u8]) -> Vec<u8> {
     out.extend_from_slice(header.as_bytes());
     out.extend_from_slice(data);
     out
+}
+
+/// The plan of an edited checkpoint.
+pub(crate) fn plan_edited(edited: &Edited) -> Result<Plan> {
+    let (_dir, opened) = edited.open();
+    plan(&opened?, PlanOptions::default())
 }
