@@ -10,7 +10,7 @@
 //!
 //! [models.qwen]
 //! path = "models/Qwen3.5-4B"   # a checkpoint directory or a GGUF file
-//! args = ["--prefill-chunk", "2048"]
+//! args = ["--fp8", "mxfp8"]    # of the runner, or of llama-server
 //! keep_alive = -1
 //! preload = true
 //! ```

@@ -19,7 +19,7 @@ use crate::host::outbox::Outbox;
 use crate::image::ImageRules;
 use crate::mlx::delta::DeltaShape;
 use crate::mlx::gpu::check::Constants;
-use crate::mlx::{gpu, Backend, Path};
+use crate::mlx::{gpu, memory, Backend, Path};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::ModelConfig;
 use crate::model::error::{LoadError, LoadErrorKind};
@@ -86,6 +86,7 @@ pub fn load_model(
         &checkpoint,
         PlanOptions {
             no_draft: settings.draft.is_off(),
+            fp8: settings.fp8,
         },
     )?;
     for warning in &plan.warnings {
@@ -124,6 +125,13 @@ pub fn load_model(
         return Err(Refusal::new(ErrorCode::OutOfMemory, message));
     }
     tracing::info!("weights: {needed} of {limit} bytes, {}", precision.words());
+    if plan
+        .modules
+        .iter()
+        .any(|m| matches!(m.quant, ModuleQuant::Fp8Block { .. }))
+    {
+        tracing::info!("fp8 blocks are held as {}", settings.fp8.name());
+    }
     let mut last = None::<Instant>;
     let mut progress = |done: u64| {
         if last.is_none_or(|at| at.elapsed() >= Duration::from_millis(100)) {
@@ -147,6 +155,12 @@ pub fn load_model(
         total,
         stage: LoadStage::Weights,
     }));
+    let peak = memory::usage().peak;
+    tracing::info!(
+        "weights: {} bytes held, at most {peak} at once while loading ({:+.1} %)",
+        loaded.bytes,
+        100.0 * (peak as f64 / loaded.bytes.max(1) as f64 - 1.0)
+    );
     let draft = draft_info(&plan, &loaded.model, settings);
     tracing::info!(
         "draft head: {}",
@@ -236,6 +250,7 @@ fn open_disk(settings: &Settings, checkpoint: &Checkpoint, path: Path, drafts: b
         .fact("format", b"1")
         .fact("numerics", format!("{path:?}").as_bytes())
         .fact("head", &[u8::from(drafts)])
+        .fact("fp8", settings.fp8.name().as_bytes())
         .fact(
             "config",
             serde_json::to_string(&checkpoint.config().raw)

@@ -36,6 +36,7 @@ use lookahead_protocol::Event;
 use crate::host::board::nanos;
 use crate::host::Host;
 use crate::mlx::{memory, Backend, Path};
+use crate::model::quant::Fp8Form;
 use crate::model::qwen3_5::Qwen35;
 use crate::prefix::budget::Budgets;
 use crate::speculate::depth::{DepthController, DepthLimits, DepthModel, Mode};
@@ -119,6 +120,8 @@ pub struct Settings {
     pub force_cpu: bool,
     /// Most pixels of a picture after resizing.
     pub image_pixels: usize,
+    /// How FP8 blocks are held.
+    pub fp8: Fp8Form,
 }
 
 /// How the engine's thread ended.

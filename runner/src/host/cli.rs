@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::engine::{DraftFlag, Settings};
+use crate::model::quant::Fp8Form;
 use crate::prefix::budget::{Budgets, Size};
 use crate::prefix::disk::default_directory;
 
@@ -35,6 +36,10 @@ pub struct Args {
     /// Prompt tokens a prefill step; cancellation is seen between steps.
     #[arg(long, default_value_t = DEFAULT_CHUNK, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub chunk: u32,
+    /// How FP8 block weights are held, which can't be multiplied as they are stored: bf16, or mxfp8, which takes half the
+    /// memory and rounds once more. Where weights widen to float32 on a processor, mxfp8 saves nothing.
+    #[arg(long, value_name = "FORM", default_value = "bf16")]
+    pub fp8: Fp8Form,
     /// Bytes that weights and caches may take, such as 12GiB or 70%; default: three quarters of the memory.
     #[arg(long, value_name = "BYTES")]
     pub memory_limit: Option<Size>,
@@ -90,6 +95,7 @@ impl Args {
                 .or_else(|| default_directory(|name| std::env::var_os(name))),
             force_cpu: self.cpu,
             image_pixels: self.image_pixels as usize,
+            fp8: self.fp8,
         }
     }
 

@@ -185,6 +185,7 @@ fn inspect(args: &cli::Args) -> anyhow::Result<i32> {
         memory_limit: settings.memory_limit,
         chunk: settings.chunk,
         no_draft: settings.draft.is_off(),
+        fp8: settings.fp8,
     };
     let inspection = crate::inspect::inspect(&args.model, circumstances);
     let text = if args.json {

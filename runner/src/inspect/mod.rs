@@ -18,7 +18,7 @@ use crate::model::estimate::{activations, state, StateBytes};
 use crate::model::fingerprint::fingerprint;
 use crate::model::layout::Convention;
 use crate::model::plan::{plan, Plan, PlanOptions, VisionStatus};
-use crate::model::quant::ModuleQuant;
+use crate::model::quant::{Fp8Form, ModuleQuant};
 use crate::model::weights::{memory_bytes, Precision};
 use crate::text::{ChatTemplate, EosSet, RenderOptions, Tokenizer};
 
@@ -36,6 +36,8 @@ pub struct Circumstances {
     pub chunk: usize,
     /// Whether the head is switched off.
     pub no_draft: bool,
+    /// How FP8 blocks would be held.
+    pub fp8: Fp8Form,
 }
 
 /// Everything found out about a model.
@@ -276,6 +278,7 @@ fn contents(dir: &Path, circumstances: Circumstances, warnings: &mut Vec<String>
         &checkpoint,
         PlanOptions {
             no_draft: circumstances.no_draft,
+            fp8: circumstances.fp8,
         },
     )?;
     warnings.extend(plan.warnings.iter().cloned());

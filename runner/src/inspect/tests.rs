@@ -1,3 +1,5 @@
+//! Inspections of sound and broken models.
+
 use serde_json::{json, Value};
 
 use super::*;
@@ -8,6 +10,7 @@ const HERE: Circumstances = Circumstances {
     memory_limit: 8 << 30,
     chunk: 512,
     no_draft: false,
+    fp8: Fp8Form::Bf16,
 };
 
 fn json_of(dir: &Path, circumstances: Circumstances) -> Value {
@@ -128,4 +131,28 @@ fn an_inactive_head_is_explained() {
         (&off["draft"]["present"], &off["draft"]["reason"]),
         (&json!(true), &json!("switched off"))
     );
+}
+
+#[test]
+fn the_estimate_knows_how_fp8_blocks_would_be_held() {
+    // On a GPU, where nothing is widened.
+    let weights = |fp8| {
+        let on_gpu = Circumstances {
+            on_cpu: false,
+            fp8,
+            ..HERE
+        };
+        inspect(&tiny("fp8"), on_gpu).contents.unwrap().memory.weights
+    };
+    let (bf16, mxfp8) = (weights(Fp8Form::Bf16), weights(Fp8Form::Mxfp8));
+    let checkpoint = Checkpoint::open(&tiny("fp8")).unwrap();
+    let blocks: u64 = plan(&checkpoint, PlanOptions::default())
+        .unwrap()
+        .modules
+        .iter()
+        .filter(|module| matches!(module.quant, ModuleQuant::Fp8Block { .. }))
+        .map(|module| module.shape.iter().map(|n| *n as u64).product::<u64>())
+        .sum();
+    assert!(blocks > 100_000);
+    assert_eq!(bf16 - mxfp8, blocks - blocks / 32);
 }

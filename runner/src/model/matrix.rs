@@ -3,7 +3,7 @@
 //! Invariant: rows are outputs; choosing, ordering, joining or stacking rows of codes gives what the same does to the decoded
 //! values, since scales run along the inputs.
 
-use mlx_rs::error::Result;
+use mlx_rs::error::{Exception, Result};
 use mlx_rs::ops::{concatenate, stack};
 use mlx_rs::{Array, Dtype};
 
@@ -25,6 +25,20 @@ pub struct Codes {
 }
 
 impl Codes {
+    /// Rounds `values` [..., out, in] to `mode`, which has no biases.
+    pub fn encode(values: &Array, mode: QuantMode) -> Result<Self> {
+        let parts = ops::quantize(values, mode)?;
+        let [weight, scales] = <[Array; 2]>::try_from(parts)
+            .map_err(|parts| Exception::custom(format!("quantising gave {} arrays", parts.len())))?;
+        Ok(Self {
+            weight,
+            scales,
+            biases: None,
+            global_scale: None,
+            mode,
+        })
+    }
+
     /// The values, [..., out, in].
     pub fn decode(&self, dtype: Dtype) -> Result<Array> {
         // The affine modes decode in the type of their scales: float32 results need float32 scales.

@@ -7,7 +7,7 @@ use super::checkpoint::{Checkpoint, TensorView};
 use super::error::{LoadError, Result};
 use super::head::{head_status, HeadStatus};
 use super::layout::{self, Convention, Part, Wanted};
-use super::quant::{ModuleQuant, QuantTable};
+use super::quant::{Fp8Form, ModuleQuant, QuantTable};
 use super::vision_config::VisionConfig;
 
 /// The vision tower of a checkpoint.
@@ -27,6 +27,8 @@ pub enum VisionStatus {
 pub struct PlanOptions {
     /// Don't use the head, whatever is there.
     pub no_draft: bool,
+    /// How to hold FP8 blocks.
+    pub fp8: Fp8Form,
 }
 
 /// A module of a plan.
@@ -53,6 +55,8 @@ pub struct Plan {
     pub vision: VisionStatus,
     /// The config's quantisation table.
     pub quant: QuantTable,
+    /// How FP8 blocks are held.
+    pub fp8: Fp8Form,
     /// Every matrix of trunk, head and tower that will be loaded.
     pub modules: Vec<PlannedModule>,
     /// Parameters of what will be loaded.
@@ -150,6 +154,7 @@ pub fn plan(checkpoint: &Checkpoint, options: PlanOptions) -> Result<Plan> {
         head,
         vision,
         quant,
+        fp8: options.fp8,
         modules,
         parameters,
         warnings,

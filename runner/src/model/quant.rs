@@ -81,6 +81,43 @@ impl fmt::Display for ModuleQuant {
     }
 }
 
+/// How FP8 blocks are held in memory: MLX multiplies with none as they are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Fp8Form {
+    /// Decoded to bf16, which holds nearly everything that they say, in twice the bytes.
+    #[default]
+    Bf16,
+    /// Rounded anew to mxfp8, in about as many bytes as they have.
+    Mxfp8,
+}
+
+impl Fp8Form {
+    /// For the log, and the flag's value.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::Mxfp8 => "mxfp8",
+        }
+    }
+
+    /// What a matrix of `input` columns becomes; `None`: floats. Rows that hold no whole groups stay floats.
+    pub fn requantised(self, input: usize) -> Option<ModuleQuant> {
+        (self == Self::Mxfp8 && input.is_multiple_of(32)).then_some(ModuleQuant::Mxfp8)
+    }
+}
+
+impl std::str::FromStr for Fp8Form {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "bf16" => Ok(Self::Bf16),
+            "mxfp8" => Ok(Self::Mxfp8),
+            other => Err(format!("expected bf16 or mxfp8, got {other:?}")),
+        }
+    }
+}
+
 /// What a config says about a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Declared {

@@ -80,7 +80,14 @@ pub fn memory_bytes(checkpoint: &Checkpoint, plan: &Plan, precision: Precision) 
             .any(|part| module.path.contains(part));
         bytes += match (module.quant, precision) {
             (_, Precision::Widen) => 4 * entries,
-            (ModuleQuant::Fp8Block { .. }, _) => 2 * entries,
+            (ModuleQuant::Fp8Block { .. }, _) => {
+                let input = module.shape.last().copied().unwrap_or(0);
+                match plan.fp8.requantised(input) {
+                    // A byte a value and a byte a group.
+                    Some(_) => entries + entries / 32,
+                    None => 2 * entries,
+                }
+            }
             (ModuleQuant::Dense, Precision::Stored) if entries <= WIDEN_UP_TO as u64 && !in_stack => {
                 4 * entries
             }
@@ -252,18 +259,24 @@ impl<'a> Weights<'a> {
                     Precision::Native => self.activations,
                 };
                 let values = fp8::decode(&self.stored(&name)?, &scales, [rows as i32, cols as i32])?;
-                Matrix::Dense(ops::cast(&values, dtype)?)
-            }
-            (quant, precision) => {
-                let codes = self.codes(&name, path, quant)?;
-                match precision {
-                    Precision::Widen => Matrix::Dense(codes.decode(Dtype::Float32)?),
-                    Precision::Stored | Precision::Native => Matrix::Quantized(codes),
+                let input = usize::try_from(values.dim(-1)).unwrap_or(0);
+                match self.plan.fp8.requantised(input).and_then(mode) {
+                    Some(mode) => self.held(Codes::encode(&values, mode)?)?,
+                    None => Matrix::Dense(ops::cast(&values, dtype)?),
                 }
             }
+            (quant, _) => self.held(self.codes(&name, path, quant)?)?,
         };
         eval(matrix.arrays())?;
         Ok(matrix)
+    }
+
+    /// Codes as this precision holds them.
+    fn held(&self, codes: Codes) -> Result<Matrix> {
+        Ok(match self.precision {
+            Precision::Widen => Matrix::Dense(codes.decode(Dtype::Float32)?),
+            Precision::Stored | Precision::Native => Matrix::Quantized(codes),
+        })
     }
 
     fn codes(&self, weight: &str, path: &str, quant: ModuleQuant) -> Result<Codes> {

@@ -20,9 +20,13 @@ pub(super) fn fixtures() -> PathBuf {
 }
 
 pub(super) fn build_as(name: &str, precision: Precision, path: Path) -> Loaded {
+    build_with(name, precision, path, PlanOptions::default())
+}
+
+pub(super) fn build_with(name: &str, precision: Precision, path: Path, options: PlanOptions) -> Loaded {
     Backend::select(true);
     let checkpoint = Checkpoint::open(&fixtures().join(name)).unwrap();
-    let plan = plan(&checkpoint, PlanOptions::default()).unwrap();
+    let plan = plan(&checkpoint, options).unwrap();
     let mut progress = |_| true;
     load(
         &Weights::new(&checkpoint, &plan, precision, &mut progress).unwrap(),

@@ -4,11 +4,12 @@ use mlx_rs::ops::indexing::{argmax_axis, take_axis};
 use mlx_rs::Array;
 use serde_json::Value;
 
-use super::golden_tests::{build_as, fixtures, ids, ints};
+use super::golden_tests::{build_as, build_with, fixtures, ids, ints};
 use super::Qwen35;
 use crate::mlx::{memory, ops, Path};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::plan::{plan, PlanOptions};
+use crate::model::quant::Fp8Form;
 use crate::model::weights::{memory_bytes, Precision};
 use crate::model::{Batch, Model};
 
@@ -79,7 +80,8 @@ pub(super) fn chain(
     (all(&states), all(&logits))
 }
 
-fn check_model(name: &str, model: &Qwen35, golden: &Golden) {
+/// Compares all that a golden has of text: `check` gets what the model computes and the golden's name of it.
+fn check_model(name: &str, model: &Qwen35, golden: &Golden, check: &mut dyn FnMut(&Array, &str)) {
     for info in golden.info["prompts"].as_array().unwrap() {
         let prompt = info["name"].as_str().unwrap();
         let named = |part: &str| format!("{prompt}.{part}");
@@ -88,8 +90,8 @@ fn check_model(name: &str, model: &Qwen35, golden: &Golden) {
         let mut caches = model.new_caches();
         let hidden = model.forward(&Batch::text(&ids(&list), 0), &mut caches).unwrap();
         let pick = |a: &Array| take_axis(a, rows, 1).unwrap();
-        golden.check(&pick(&hidden), &named("hidden"));
-        golden.check(&pick(&model.unembed(&hidden).unwrap()), &named("logits"));
+        check(&pick(&hidden), &named("hidden"));
+        check(&pick(&model.unembed(&hidden).unwrap()), &named("logits"));
         let head = model.self_draft().unwrap_or_else(|| panic!("{name} has a head"));
         let first = info["mtp"]["first_token"].as_i64().unwrap() as i32;
         let ahead = ids(&[&list[1..], &[first]].concat());
@@ -99,11 +101,11 @@ fn check_model(name: &str, model: &Qwen35, golden: &Golden) {
             ..Batch::text(&ahead, 0)
         };
         let out = head.forward(&batch, &caches, &mut draft).unwrap();
-        golden.check(&pick(&out), &named("mtp.prefill_hidden"));
+        check(&pick(&out), &named("mtp.prefill_hidden"));
         let n = list.len() as i32;
         let (states, logits) = chain(model, ops::slice_axis(&out, 1, n - 1, n).unwrap(), n, &mut draft);
-        golden.check(&states, &named("mtp.hidden"));
-        golden.check(&logits, &named("mtp.logits"));
+        check(&states, &named("mtp.hidden"));
+        check(&logits, &named("mtp.logits"));
     }
 }
 
@@ -115,7 +117,7 @@ fn check_tiny(name: &str, precision: Precision) {
     for path in paths {
         let golden = Golden::read(name, format!("{name} {precision:?} {path:?}"));
         let model = build_as(&format!("tiny/{name}"), precision, *path).model;
-        check_model(name, &model, &golden);
+        check_model(name, &model, &golden, &mut |got, part| golden.check(got, part));
     }
 }
 
@@ -185,6 +187,52 @@ fn the_size_named_before_loading_is_the_size_after() {
                 (named / held - 1.0).abs() < 0.05,
                 "{name} {precision:?}: {named} named, {held} held"
             );
+        }
+    }
+}
+
+/// What logits and states may be off by where the three mantissa bits of every value are rounded once more, on the scale of
+/// its 32 neighbours instead of its block's: a share of the largest logit.
+const REQUANTISED: f32 = 0.02;
+
+#[test]
+fn fp8_blocks_rounded_to_mxfp8_stay_near_their_goldens_in_half_the_memory() {
+    let options = PlanOptions {
+        fp8: Fp8Form::Mxfp8,
+        ..PlanOptions::default()
+    };
+    for name in ["fp8", "moe-fp8"] {
+        let dir = format!("tiny/{name}");
+        let checkpoint = Checkpoint::open(&fixtures().join(&dir)).unwrap();
+        let plan = plan(&checkpoint, options).unwrap();
+        for precision in [Precision::Widen, Precision::Stored] {
+            let golden = Golden::read(name, format!("{name} {precision:?}"));
+            let loaded = build_with(&dir, precision, Path::Cpu, options);
+            let (mut off, mut logits) = (0f32, 0f32);
+            check_model(name, &loaded.model, &golden, &mut |got, part| {
+                off = off.max(golden.worst(got, part));
+                if part.ends_with("logits") {
+                    logits = logits.max(got.abs().unwrap().max(None).unwrap().item_cast::<f32>());
+                }
+            });
+            println!("{name} {precision:?}: off by at most {off}, logits up to {logits}");
+            assert!(
+                off < REQUANTISED * logits,
+                "{name} {precision:?} differs by {off} of {logits}"
+            );
+            // And it has really been rounded.
+            assert!(off > TOLERANCE, "{name} {precision:?} differs by {off} only");
+            let named = memory_bytes(&checkpoint, &plan, precision) as f64;
+            let held = loaded.bytes as f64;
+            assert!(
+                (named / held - 1.0).abs() < 0.05,
+                "{name} {precision:?}: {named} named, {held} held"
+            );
+            if precision == Precision::Stored {
+                let plain = build_as(&dir, precision, Path::Cpu).bytes;
+                println!("{name}: {held} bytes, {plain} in bf16");
+                assert!(held < plain as f64, "{name}: {held} bytes, {plain} in bf16");
+            }
         }
     }
 }
