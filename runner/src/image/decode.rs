@@ -8,7 +8,7 @@ use std::io::Cursor;
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, Limits};
 
-use super::{ImageError, MAX_BYTES, MAX_PIXELS};
+use super::{webp, ImageError, MAX_BYTES, MAX_PIXELS};
 
 /// A decoded picture.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,6 +43,9 @@ pub fn decode(bytes: &[u8]) -> Result<Rgb, ImageError> {
         format: name,
         message: error.to_string(),
     };
+    if format == ImageFormat::WebP {
+        webp::check(bytes)?;
+    }
     let mut reader = ImageReader::with_format(Cursor::new(bytes), format);
     let mut limits = Limits::default();
     limits.max_alloc = Some(MAX_PIXELS * 8);
@@ -57,7 +60,9 @@ pub fn decode(bytes: &[u8]) -> Result<Rgb, ImageError> {
     }
     // Damaged metadata is no reason to refuse a picture that decodes.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-    let mut image = DynamicImage::from_decoder(decoder).map_err(broken)?;
+    let image = DynamicImage::from_decoder(decoder).map_err(broken)?;
+    // Turning makes a copy, which is smallest at 8 bits without alpha.
+    let mut image = DynamicImage::ImageRgb8(image.into_rgb8());
     image.apply_orientation(orientation);
     let rgb = image.into_rgb8();
     Ok(Rgb {

@@ -8,6 +8,7 @@ mod decode;
 mod patches;
 mod resize;
 mod rules;
+mod webp;
 
 pub use decode::{decode, Rgb};
 pub use patches::{patches, Patches};

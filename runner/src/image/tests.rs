@@ -1,3 +1,5 @@
+//! Decoding, resizing and cutting of pictures, and what is refused.
+
 use proptest::prelude::*;
 
 use super::*;
@@ -236,6 +238,46 @@ fn a_decompression_bomb_is_refused_on_its_header() {
     assert_eq!(
         decode(&vec![0; MAX_BYTES + 1]),
         Err(ImageError::TooManyBytes(MAX_BYTES + 1))
+    );
+}
+
+/// A WebP file of these chunks.
+fn webp(chunks: &[(&[u8; 4], u32, &[u8])]) -> Vec<u8> {
+    let mut body = b"WEBP".to_vec();
+    for (name, length, data) in chunks {
+        body.extend_from_slice(*name);
+        body.extend_from_slice(&length.to_le_bytes());
+        body.extend_from_slice(data);
+    }
+    let length = (body.len() as u32).to_le_bytes();
+    [&b"RIFF"[..], &length, &body].concat()
+}
+
+#[test]
+fn a_webp_chunk_that_claims_more_than_the_file_has_is_refused_before_it_is_allocated() {
+    // Found by fuzzing: a length of 1.4 GB in front of the EXIF chunk was allocated for metadata.
+    let turned = bytes("turned.webp");
+    let at = turned.windows(4).position(|name| name == b"EXIF").unwrap();
+    let mut lying = turned.clone();
+    lying[at + 4..at + 8].copy_from_slice(&0x5800_0000u32.to_le_bytes());
+    let message = decode(&lying).unwrap_err().to_string();
+    assert_eq!(
+        message,
+        format!(
+            "broken WebP image: chunk \"EXIF\" claims 1476395008 bytes but only {} follow",
+            turned.len() - at - 8
+        )
+    );
+    // A frame inside of a small canvas that claims the largest size there is.
+    let canvas: &[u8] = &[0, 0, 0, 0, 31, 0, 0, 31, 0, 0];
+    let frame: &[u8] = &[0x10, 0, 0, 0x9d, 1, 0x2a, 0xff, 0x3f, 0xff, 0x3f];
+    let file = webp(&[(b"VP8X", 10, canvas), (b"VP8 ", 10, frame)]);
+    assert_eq!(
+        decode(&file),
+        Err(ImageError::TooManyPixels {
+            width: 16_383,
+            height: 16_383
+        })
     );
 }
 

@@ -14,6 +14,9 @@ use super::error::TextError;
 use super::pieces::{Piece, Pieces, Spelling};
 use super::regex_fix;
 
+/// Highest token id taken; far above every release.
+const MAX_ID: u32 = 1 << 21;
+
 /// Whether to apply the tokenizer's own rule for beginning-of-text tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bos {
@@ -104,6 +107,18 @@ impl Tokenizer {
 
         let vocabulary = inner.get_vocab(false);
         let added = inner.get_added_tokens_decoder();
+        // Tables have a row for each id up to the highest, so a stray id must not decide on their size.
+        let highest = vocabulary
+            .values()
+            .chain(added.keys())
+            .max()
+            .copied()
+            .unwrap_or(0);
+        if highest > MAX_ID {
+            return Err(invalid(format!(
+                "token id {highest} is above the limit of {MAX_ID}"
+            )));
+        }
         let base = vocabulary
             .iter()
             .filter(|(_, id)| !added.contains_key(id))

@@ -1,3 +1,5 @@
+//! Encoding and decoding against the goldens, and what damaged or foreign files are told.
+
 use serde_json::json;
 
 use super::super::test_support::{fixture_dir, golden, tiny, write_tokenizer};
@@ -131,6 +133,20 @@ fn a_damaged_file_and_a_foreign_kind_are_told_apart() {
     let error = Tokenizer::load(dir.path()).unwrap_err();
     assert!(
         matches!(&error, TextError::UnsupportedKind { kind, .. } if kind == "WordPiece"),
+        "{error}"
+    );
+}
+
+#[test]
+fn an_id_far_above_all_others_costs_no_table_of_that_size() {
+    let dir = tempfile::tempdir().unwrap();
+    let stray = |json: &mut Value| {
+        json["model"]["vocab"]["stray"] = json!(4_000_000_000_u32);
+    };
+    write_tokenizer(dir.path(), stray, None);
+    let error = Tokenizer::load(dir.path()).unwrap_err().to_string();
+    assert!(
+        error.contains("token id 4000000000 is above the limit"),
         "{error}"
     );
 }
