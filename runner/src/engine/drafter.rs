@@ -227,3 +227,7 @@ impl<'m> Drafter<'m> {
         self.frontier.as_ref()
     }
 }
+
+#[cfg(test)]
+#[path = "drafter_tests.rs"]
+mod tests;
