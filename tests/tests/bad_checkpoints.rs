@@ -1,5 +1,6 @@
 //! Every way in which a checkpoint is known to go bad, through the process: what is refused names its cause, what runs in
 //! spite of it says what it does without.
+#![expect(clippy::unwrap_used, reason = "helpers of tests: a panic is a test's failure")]
 
 use std::fs;
 use std::path::Path;

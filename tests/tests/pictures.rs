@@ -1,5 +1,6 @@
 //! Pictures through the process: in prompts and messages, of every format, refused by rule, and never taken for one another by
 //! the prefix cache.
+#![expect(clippy::unwrap_used, reason = "helpers of tests: a panic is a test's failure")]
 
 use std::fs;
 

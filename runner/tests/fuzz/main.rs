@@ -5,6 +5,7 @@
 //!
 //! In the ordinary tests each target runs the same few cases. For longer:
 //! `LOOKAHEAD_FUZZ_SECONDS=600 LOOKAHEAD_FUZZ_SEED=7 cargo test -p lookahead-runner --test fuzz -- --nocapture`.
+#![expect(clippy::unwrap_used, reason = "helpers of tests: a panic is a test's failure")]
 
 mod guard;
 mod mutate;
