@@ -66,7 +66,7 @@ pub fn zeros(count: u64) -> Vec<u8> {
     let mut out = vec![0x78, 0x9c];
     out.extend(bits.bytes);
     // Adler-32 of zeros: the first sum stays 1, the second counts.
-    let sum = ((count % 65_521) as u32) << 16 | 1;
+    let sum = (((count % 65_521) as u32) << 16) | 1;
     out.extend_from_slice(&sum.to_be_bytes());
     out
 }

@@ -154,7 +154,7 @@ fn a_model_larger_than_the_memory_limit_is_refused_with_both_figures() {
 
 #[test]
 fn a_bad_command_line_exits_with_2_before_anything_is_written() {
-    let cases: [&[&str]; 9] = [
+    let cases: [&[&str]; 10] = [
         &[],
         &["--model"],
         &["--nonsense"],
@@ -163,6 +163,7 @@ fn a_bad_command_line_exits_with_2_before_anything_is_written() {
         &["--model", "x", "--max-line-bytes", "abc"],
         &["--model", "x", "--max-queue", "0"],
         &["--model", "x", "--memory-limit", "lots"],
+        &["--model", "x", "--fp8", "int4"],
         &["--model", "x", "surplus"],
     ];
     for args in cases {
