@@ -132,20 +132,21 @@ pub enum Next {
 /// The next step towards `limits`, which bound what the trie's own payloads may occupy (the live caches' bytes are already
 /// subtracted).
 pub fn next_step<S: Segment, R: Bytes>(trie: &Trie<S, R>, limits: TierBytes) -> Next {
-    let views = trie.views();
     let held = trie.bytes();
     let device = held.device.saturating_sub(limits.device);
     let host = held.host.saturating_sub(limits.host);
+    if device == 0 && host == 0 {
+        return Next::Fits;
+    }
+    let views = trie.views();
     let step = if device > 0 {
         relieve_device(trie, &views, limits.host, device)
-    } else if host > 0 {
+    } else {
         let idle = views.iter().any(|view| !view.pinned && bytes(view).host > 0);
         let oldest = trie.oldest_point().filter(|_| idle);
         oldest
             .or_else(|| cheapest_in_use(&views, |bytes| bytes.host > 0).map(|(node, _)| node))
             .map(Step::Forget)
-    } else {
-        return Next::Fits;
     };
     step.map_or(Next::Short { device, host }, Next::Step)
 }
@@ -159,7 +160,10 @@ pub fn next_thinning<S: Segment, R: Bytes>(trie: &Trie<S, R>, limit: u64) -> Opt
         .filter(|view| view.pinned)
         .filter_map(|view| view.point);
     let held: u64 = in_use.map(|point| point.bytes.total()).sum();
-    cheapest_in_use(&views, |_| held > limit).map(|(node, _)| node)
+    if held <= limit {
+        return None;
+    }
+    cheapest_in_use(&views, |_| true).map(|(node, _)| node)
 }
 
 fn relieve_device<S: Segment, R: Bytes>(

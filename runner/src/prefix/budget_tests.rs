@@ -1,27 +1,7 @@
 use super::*;
-use crate::prefix::fake::{FakePayloads, FakePoint, FakeSegment, PER_KEY, PER_POINT};
-use crate::prefix::key::Key;
+use crate::prefix::fake::{keys, put, Fake, FakePayloads, PER_KEY, PER_POINT};
 use crate::prefix::payload::Payloads;
-use crate::prefix::plan::PointKind;
 use proptest::prelude::*;
-
-type Fake = Trie<FakeSegment, FakePoint>;
-
-fn keys(text: &str) -> Vec<Key> {
-    text.bytes()
-        .map(|byte| Key {
-            this: byte.into(),
-            next: 0,
-        })
-        .collect()
-}
-
-fn put(trie: &mut Fake, text: &str, used: u64) -> NodeId {
-    let keys = keys(text);
-    trie.insert_point(&keys, PointKind::Rest, used, FakePoint::of(&keys), |range| {
-        FakeSegment::of(&keys[range])
-    })
-}
 
 /// Carry out steps until there is none; what was done, as text.
 fn settle(trie: &mut Fake, device: u64, host: u64) -> (Vec<String>, Next) {

@@ -77,6 +77,8 @@ pub struct PrefixCache<P: Payloads> {
     config: CacheConfig,
     disk: Option<Arc<DiskStore>>,
     live: u64,
+    /// Most live bytes for which everything held fits the device's budget.
+    room: u64,
     clock: u64,
     lookups: Lookups,
     evictions: Evictions,
@@ -90,6 +92,7 @@ impl<P: Payloads> PrefixCache<P> {
             config,
             disk,
             live: 0,
+            room: 0,
             clock: 0,
             lookups: Lookups::default(),
             evictions: Evictions::default(),
@@ -189,14 +192,33 @@ impl<P: Payloads> PrefixCache<P> {
         pin
     }
 
+    /// Give up every restore point of a path, the shared ones too: one of them, nobody knows which, led to nonsense.
+    pub fn distrust(&mut self, pin: &Pin) {
+        let Some(end) = self.trie.pinned(pin) else { return };
+        let next = |trie: &Trie<_, _>| trie.path(end).find(|&node| trie.point(node).is_some());
+        while let Some(node) = next(&self.trie) {
+            self.trie.remove_point(node);
+        }
+    }
+
+    /// Keep a path no longer, but go on recording under its pin: [`PrefixCache::grow`] asks for what has been given up by then.
+    pub fn loosen(&mut self, pin: Pin) -> Pin {
+        match self.trie.pinned(&pin) {
+            Some(_) => self.trie.repin(pin, self.trie.root()),
+            None => pin,
+        }
+    }
+
     /// Let go of a path.
     pub fn release(&mut self, pin: Pin) {
         self.trie.unpin(pin);
     }
 
-    /// Tell how many bytes the live caches occupy; they count against the device's budget.
-    pub fn set_live_bytes(&mut self, bytes: u64) {
+    /// Tell how many bytes the live caches occupy; they count against the device's budget. True if that calls for
+    /// [`PrefixCache::settle`]: most calls don't, and they come with every decoding round.
+    pub fn set_live_bytes(&mut self, bytes: u64) -> bool {
         self.live = bytes;
+        bytes > self.room
     }
 
     /// Move and forget until the budgets hold.
@@ -208,7 +230,9 @@ impl<P: Payloads> PrefixCache<P> {
             self.evictions.thinned += 1;
             self.trie.remove_point(node);
         }
-        self.fit(payloads, budgets.device.saturating_sub(self.live))
+        let shortage = self.fit(payloads, budgets.device.saturating_sub(self.live));
+        self.room = budgets.device.saturating_sub(self.trie.bytes().device);
+        shortage
     }
 
     /// After a failed allocation: give up device memory, at least `bytes` of it where that much isn't in use. False if

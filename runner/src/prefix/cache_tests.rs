@@ -462,3 +462,29 @@ fn clearing_forgets_and_a_running_request_leaves_no_trace() {
 
 #[path = "cache_disk_tests.rs"]
 mod disk_tests;
+
+#[test]
+fn a_path_that_led_to_nonsense_is_forgotten_and_others_are_not() {
+    let mut engine = Engine::new(u64::MAX, 0, None);
+    let chat = system().say(Role::User, question(1)).ask();
+    let other = Chat::default().say(Role::User, question(2)).ask();
+    engine.run(&chat, &answer(1));
+    engine.run(&other, &answer(2));
+    let keys = KeyStream::new(LookAhead::NextToken, &chat.tokens, &[]);
+    let found = engine
+        .cache
+        .lookup(&mut engine.payloads, keys.keys(), keys.limit());
+    assert!(found.cached > 0);
+    engine.cache.distrust(&found.pin);
+    engine.cache.release(found.pin);
+    engine.cache.trie().check().unwrap();
+    assert_eq!(engine.run(&chat, &answer(1)), 0);
+    assert_eq!(engine.run(&other, &answer(2)), other.tokens.len() - 1);
+    // Distrust of a path that was cleared meanwhile touches nothing.
+    let found = engine
+        .cache
+        .lookup(&mut engine.payloads, keys.keys(), keys.limit());
+    engine.cache.clear().unwrap();
+    engine.cache.distrust(&found.pin);
+    engine.cache.release(found.pin);
+}

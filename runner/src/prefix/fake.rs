@@ -1,8 +1,10 @@
 //! Payloads for tests: they remember which keys they were made for, so that a test sees any state that reaches another path.
 
-use super::disk::Tensor;
+use super::disk::{Name, Tensor};
 use super::key::{path_hash, Key, PathHash};
 use super::payload::{Bytes, Payloads, Segment, TierBytes};
+use super::plan::PointKind;
+use super::trie::{NodeId, Trie};
 
 /// Bytes per position of a [`FakeSegment`].
 pub(crate) const PER_KEY: u64 = 10;
@@ -183,5 +185,45 @@ impl Payloads for FakePayloads {
             path: PathHash(u128::from(high) << 64 | u128::from(low)),
             on_device: false,
         })
+    }
+}
+
+/// A trie of fakes.
+pub(crate) type Fake = Trie<FakeSegment, FakePoint>;
+
+/// One key a letter.
+pub(crate) fn keys(text: &str) -> Vec<Key> {
+    text.bytes()
+        .map(|byte| Key {
+            this: byte.into(),
+            next: 0,
+        })
+        .collect()
+}
+
+/// Puts a restore point at the end of `text` into a trie.
+pub(crate) fn put(trie: &mut Fake, text: &str, used: u64) -> NodeId {
+    let keys = keys(text);
+    trie.insert_point(&keys, PointKind::Rest, used, FakePoint::of(&keys), |range| {
+        FakeSegment::of(&keys[range])
+    })
+}
+
+/// What the positions of `text` from `start` on are called on disk.
+pub(crate) fn segment_name(text: &str, start: usize) -> Name {
+    let keys = keys(text);
+    Name::Segment {
+        start,
+        end: keys.len(),
+        parent: path_hash(&keys[..start]),
+        path: path_hash(&keys),
+    }
+}
+
+/// What the restore point at the end of `text` is called on disk.
+pub(crate) fn point_name(text: &str) -> Name {
+    Name::Point {
+        end: text.len(),
+        path: path_hash(&keys(text)),
     }
 }

@@ -7,6 +7,8 @@
 //! An offset n means "n positions evaluated". A state at n is restorable by every prompt that shares n keys and has at least
 //! one more token.
 
+use std::cmp::{Ordering, Reverse};
+use std::collections::BinaryHeap;
 use std::ops::Range;
 
 /// Why a restore point is kept; the later in this list, the more telling.
@@ -180,41 +182,77 @@ pub fn removal_order(points: &[PathPoint], end: usize) -> Vec<usize> {
         PointKind::Answer,
     ];
     let newest = keep_last.map(|kind| points.iter().rposition(|point| point.kind == kind));
-    let mut left: Vec<usize> = (0..points.len())
-        .filter(|index| !newest.contains(&Some(*index)))
+    let is_newest = |index: usize| newest.contains(&Some(index));
+    // The neighbours that are left: a removal widens one gap only, the next one's.
+    let mut before: Vec<Option<usize>> = (0..points.len()).map(|index| index.checked_sub(1)).collect();
+    let mut after: Vec<usize> = (1..=points.len()).collect();
+    let loss = |index: usize, before: Option<usize>| Loss {
+        index,
+        gap: points[index].offset - before.map_or(0, |other| points[other].offset),
+        weight: match points[index].kind {
+            PointKind::Grid | PointKind::Rest | PointKind::PromptEnd => 1,
+            PointKind::Turn | PointKind::Divergence | PointKind::Answer => 2,
+            PointKind::Shared => 4,
+        },
+        far: end.saturating_sub(points[index].offset) as u128 + 1,
+    };
+    let mut left: BinaryHeap<Reverse<Loss>> = (0..points.len())
+        .filter(|&index| !is_newest(index))
+        .map(|index| Reverse(loss(index, before[index])))
         .collect();
     let mut order = Vec::with_capacity(points.len());
-    while let Some(position) = cheapest(points, &left, &newest, end) {
-        order.push(left.remove(position));
+    while let Some(Reverse(cheapest)) = left.pop() {
+        let index = cheapest.index;
+        let now = loss(index, before[index]);
+        if now.gap != cheapest.gap {
+            // Its gap has widened since it was queued.
+            left.push(Reverse(now));
+            continue;
+        }
+        order.push(index);
+        let (previous, next) = (before[index], after[index]);
+        if let Some(previous) = previous {
+            after[previous] = next;
+        }
+        if let Some(next) = before.get_mut(next) {
+            *next = previous;
+        }
     }
     order.extend(newest.into_iter().flatten());
     order
 }
 
-/// The position in `left` of the point whose loss costs least; ties go to the earlier one.
-fn cheapest(points: &[PathPoint], left: &[usize], kept: &[Option<usize>], end: usize) -> Option<usize> {
-    let cost = |index: usize| {
-        let offset = points[index].offset;
-        let stays = |other: &usize| *other < index;
-        let before = left
-            .iter()
-            .copied()
-            .filter(stays)
-            .chain(kept.iter().flatten().copied().filter(stays))
-            .max();
-        let gap = offset - before.map_or(0, |other| points[other].offset);
-        let weight = match points[index].kind {
-            PointKind::Grid | PointKind::Rest | PointKind::PromptEnd => 1,
-            PointKind::Turn | PointKind::Divergence | PointKind::Answer => 2,
-            PointKind::Shared => 4,
-        };
-        (gap as u128 * weight, end.saturating_sub(offset) as u128 + 1)
-    };
-    (0..left.len()).min_by(|&a, &b| {
-        let ((gain_a, far_a), (gain_b, far_b)) = (cost(left[a]), cost(left[b]));
-        (gain_a * far_b).cmp(&(gain_b * far_a))
-    })
+/// What giving up a point costs; ordered by cost, ties by the place on the path.
+#[derive(Debug)]
+struct Loss {
+    index: usize,
+    gap: usize,
+    weight: u128,
+    far: u128,
 }
+
+impl Ord for Loss {
+    fn cmp(&self, other: &Self) -> Ordering {
+        let (mine, others) = (self.gap as u128 * self.weight, other.gap as u128 * other.weight);
+        (mine * other.far)
+            .cmp(&(others * self.far))
+            .then(self.index.cmp(&other.index))
+    }
+}
+
+impl PartialOrd for Loss {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Loss {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl Eq for Loss {}
 
 /// Which restore points of a path are worth a place on disk, as indices: not the one of a close pair that the other serves
 /// as well, so that a turn costs one state and not three. `spacing` is what counts as close, in tokens.

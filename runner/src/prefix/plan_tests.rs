@@ -275,6 +275,45 @@ proptest! {
     }
 
     #[test]
+    fn every_point_given_up_is_the_cheapest_of_those_left(
+        steps in prop::collection::vec((1usize..500, kinds()), 0..24),
+        tail in 0usize..100,
+    ) {
+        let mut offset = 0;
+        let points: Vec<_> = steps
+            .into_iter()
+            .map(|(step, kind)| {
+                offset += step;
+                PathPoint { offset, kind }
+            })
+            .collect();
+        let end = offset + tail;
+        let order = removal_order(&points, end);
+        let last_of = |kind| points.iter().rposition(|point| point.kind == kind);
+        let newest = [PointKind::PromptEnd, PointKind::Shared, PointKind::Rest, PointKind::Answer].map(last_of);
+        let mut left: Vec<usize> = (0..points.len()).collect();
+        for &gone in &order[..order.len() - newest.iter().flatten().count()] {
+            let loss = |index: usize| {
+                let before = left.iter().rev().find(|&&other| other < index);
+                let gap = points[index].offset - before.map_or(0, |&other| points[other].offset);
+                let weight = match points[index].kind {
+                    PointKind::Grid | PointKind::Rest | PointKind::PromptEnd => 1,
+                    PointKind::Turn | PointKind::Divergence | PointKind::Answer => 2,
+                    PointKind::Shared => 4,
+                };
+                (gap * weight, end - points[index].offset + 1)
+            };
+            let (gain, far) = loss(gone);
+            for &other in left.iter().filter(|&&other| !newest.contains(&Some(other))) {
+                let (others_gain, others_far) = loss(other);
+                let ordering = (gain * others_far).cmp(&(others_gain * far)).then(gone.cmp(&other));
+                prop_assert!(ordering.is_le(), "{gone} went before {other}");
+            }
+            left.retain(|&other| other != gone);
+        }
+    }
+
+    #[test]
     fn captures_are_ordered_and_leave_a_token(
         tokens in 0usize..400,
         restored in 0usize..400,

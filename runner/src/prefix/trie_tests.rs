@@ -1,24 +1,6 @@
 use super::*;
-use crate::prefix::fake::{FakePoint, FakeSegment, PER_KEY, PER_POINT};
+use crate::prefix::fake::{keys, put, Fake, FakePoint, FakeSegment, PER_KEY, PER_POINT};
 use crate::prefix::trie_view::NodeView;
-
-type Fake = Trie<FakeSegment, FakePoint>;
-
-fn keys(text: &str) -> Vec<Key> {
-    text.bytes()
-        .map(|byte| Key {
-            this: byte.into(),
-            next: 0,
-        })
-        .collect()
-}
-
-fn put(trie: &mut Fake, text: &str, used: u64) -> NodeId {
-    let keys = keys(text);
-    trie.insert_point(&keys, PointKind::Rest, used, FakePoint::of(&keys), |range| {
-        FakeSegment::of(&keys[range])
-    })
-}
 
 fn found(trie: &Fake, text: &str) -> (usize, usize) {
     let found = trie.find(&keys(text), text.len() - 1);

@@ -134,33 +134,7 @@ impl Index {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::prefix::key::path_hash;
-
-    fn keys(text: &str) -> Vec<Key> {
-        text.bytes()
-            .map(|byte| Key {
-                this: byte.into(),
-                next: 0,
-            })
-            .collect()
-    }
-
-    fn segment(text: &str, start: usize) -> Name {
-        let keys = keys(text);
-        Name::Segment {
-            start,
-            end: keys.len(),
-            parent: path_hash(&keys[..start]),
-            path: path_hash(&keys),
-        }
-    }
-
-    fn point(text: &str) -> Name {
-        Name::Point {
-            end: text.len(),
-            path: path_hash(&keys(text)),
-        }
-    }
+    use crate::prefix::fake::{keys, point_name as point, segment_name as segment};
 
     fn index(names: &[Name]) -> Index {
         let mut index = Index::default();

@@ -1,4 +1,5 @@
 use super::*;
+use crate::prefix::fake::{keys, point_name as point, segment_name as segment};
 use crate::prefix::key::path_hash;
 use safetensors::Dtype;
 use std::fs;
@@ -7,34 +8,8 @@ use tempfile::TempDir;
 const MODEL: Fingerprint = Fingerprint(0xabc);
 const SOON: Duration = Duration::from_secs(20);
 
-fn keys(text: &str) -> Vec<Key> {
-    text.bytes()
-        .map(|byte| Key {
-            this: byte.into(),
-            next: 0,
-        })
-        .collect()
-}
-
 fn open(dir: &TempDir, budget: u64) -> DiskStore {
     DiskStore::open(DiskConfig::new(dir.path().to_owned(), MODEL, budget)).unwrap()
-}
-
-fn segment(text: &str, start: usize) -> Name {
-    let keys = keys(text);
-    Name::Segment {
-        start,
-        end: keys.len(),
-        parent: path_hash(&keys[..start]),
-        path: path_hash(&keys),
-    }
-}
-
-fn point(text: &str) -> Name {
-    Name::Point {
-        end: text.len(),
-        path: path_hash(&keys(text)),
-    }
 }
 
 fn tensors(text: &str, bytes: usize) -> Vec<Tensor> {
