@@ -176,3 +176,47 @@ fn a_bad_command_line_exits_with_2_before_anything_is_written() {
         assert!(!output.stderr.is_empty(), "{args:?} is not explained");
     }
 }
+
+#[test]
+fn requests_that_wait_for_a_model_get_the_error_of_its_load() {
+    let dir = copy();
+    // A pipe in place of the configuration holds the load up until everything has been read.
+    let config = dir.path().join("config.json");
+    fs::remove_file(&config).unwrap();
+    assert!(Command::new("mkfifo").arg(&config).status().unwrap().success());
+    let mut runner = Process::runner_of(dir.path(), &[]);
+    for request in [
+        json!({"type": "generate", "id": "a", "prompt": "one"}),
+        json!({"type": "generate", "id": "b", "messages": [{"role": "user", "content": "two"}]}),
+        json!({"type": "generate", "id": "c", "prompt": "three"}),
+        json!({"type": "tokenize", "id": "t", "text": "four"}),
+        json!({"type": "cancel", "id": "k", "target": "c"}),
+    ] {
+        runner.send(&request);
+    }
+    runner.ask(&json!({"type": "ping", "id": "p"}));
+    fs::write(&config, "{").unwrap();
+    let events = runner.rest();
+    assert_eq!(runner.wait(Duration::from_secs(20)).code(), Some(1));
+    let load = events.iter().find(|event| event["id"].is_null());
+    let load = load.unwrap_or_else(|| panic!("no error of the load in {events:?}"));
+    assert_eq!(
+        (&load["type"], &load["code"]),
+        (&json!("error"), &json!("model_invalid"))
+    );
+    let mut ended: Vec<&str> = Vec::new();
+    for event in events.iter().filter(|event| !event["id"].is_null()) {
+        assert_eq!(event["type"], "error", "{event}");
+        assert_eq!(
+            (&event["code"], &event["message"]),
+            (&load["code"], &load["message"])
+        );
+        ended.extend(event["id"].as_str());
+    }
+    ended.sort_unstable();
+    assert_eq!(
+        ended,
+        ["a", "b", "t"],
+        "the cancelled request had its final event before"
+    );
+}

@@ -153,8 +153,8 @@ fn grow(
     used: i32,
     end: i32,
 ) -> Result<(Array, Array)> {
-    // Half as much again, so that copying costs a constant share of what was written.
-    let capacity = round_up(end.max(used + used / 2 + STEP));
+    // A quarter more, so that copying costs a constant share of what was written.
+    let capacity = round_up(end.max(used + used / 4 + STEP));
     let widen = |old: Option<Array>| -> Result<Array> {
         match old {
             Some(old) if used > 0 => {

@@ -165,6 +165,25 @@ impl Caches {
         self.offset = mark.offset;
     }
 
+    /// Drops all but the key-values: what a later sequence with the same beginning can [`Caches::resume`].
+    pub fn drop_recurrent(&mut self) {
+        for layer in self.recurrent_mut() {
+            layer.load(None);
+        }
+    }
+
+    /// Goes back to the slot of `snapshot`, a state of the same sequence, with the key-values that are there already.
+    pub fn resume(&mut self, snapshot: &Snapshot) {
+        let mut states = snapshot.states.iter();
+        for layer in &mut self.layers {
+            match layer {
+                LayerCache::Kv(kv) => kv.truncate(snapshot.offset),
+                LayerCache::Recurrent(recurrent) => recurrent.load(states.next()),
+            }
+        }
+        self.offset = snapshot.offset;
+    }
+
     /// Returns to `offset`, a slot inside the last forward (which kept its rows), and forgets the rows.
     /// Keeping all rows restores nothing.
     pub fn rollback(&mut self, offset: i32) -> Result<()> {

@@ -69,12 +69,20 @@ impl<'m> Drafter<'m> {
 
     /// Restores the state after `consumed` tokens: the head's key-values of slots `0..consumed - 1`, and the frontier.
     pub fn restore(&mut self, consumed: i32, segments: Vec<KvSegment>, frontier: Array) -> Result<()> {
+        let mut caches = self.head.new_caches();
+        caches.restore(consumed - 1, vec![segments], None)?;
+        self.resume(consumed, caches, frontier);
+        Ok(())
+    }
+
+    /// The same from caches of a sequence that has gone at least as far.
+    pub fn resume(&mut self, consumed: i32, mut caches: Caches, frontier: Array) {
+        caches.rewind(consumed - 1);
+        self.caches = caches;
         self.pending.clear();
         self.waiting = 0;
         self.consumed = consumed;
-        self.caches.restore(consumed - 1, vec![segments], None)?;
         self.frontier = Some(frontier);
-        Ok(())
     }
 
     /// Reports that the trunk has consumed `ids` [1, L], with its states after the final norm, [1, L, D].
@@ -215,6 +223,11 @@ impl<'m> Drafter<'m> {
     /// Bytes held.
     pub fn bytes(&self) -> u64 {
         self.caches.bytes()
+    }
+
+    /// The head's caches, for a later sequence.
+    pub fn into_caches(self) -> Caches {
+        self.caches
     }
 
     /// The head's caches, level with the trunk but for the frontier once flushed.

@@ -6,28 +6,26 @@
 use std::rc::Rc;
 use std::time::Instant;
 
-use lookahead_protocol::event::{Done, DoneReason, Phase, Prefill, Prompt};
+use lookahead_protocol::event::{Done, DoneReason, Phase, Prompt};
 use lookahead_protocol::request::{DraftMode, DraftOptions};
 use lookahead_protocol::{ErrorCode, Event};
-use mlx_rs::transforms::eval;
-use mlx_rs::Array;
 
-use super::decode::{ids_array, Decoding};
+use super::decode::Decoding;
 use super::drafter::Drafter;
 use super::emit::{Emitter, Finish};
 use super::job::{Job, Refusal};
 use super::media::{Picture, Placed};
-use super::prefix::{Live, Path, State};
+use super::prefix::Path;
 use super::stats::{RoundStats, Tested};
 use super::{Engine, Settings};
+use crate::cache::Caches;
 use crate::host::board::{nanos, Running};
-use crate::mlx::{memory, ops};
-use crate::model::{Batch, Model as _};
-use crate::prefix::plan::{Capture, PointKind, Role, Turn};
+use crate::mlx::memory;
+use crate::model::Model as _;
+use crate::prefix::plan::Capture;
 use crate::sample::constraint::Constraint;
 use crate::sample::{Sampler, Vocabulary};
 use crate::speculate::depth::{Context, Mode, Plan, Policy, RoundSample};
-use crate::text::Specials;
 
 /// What a finished request leaves to tell.
 struct Outcome {
@@ -42,13 +40,15 @@ struct Outcome {
 
 /// What outlives one attempt at a request, so that another can follow it unseen.
 #[derive(Default)]
-struct Attempt {
-    path: Option<Path>,
+pub(super) struct Attempt {
+    pub(super) path: Option<Path>,
+    /// Caches of the trunk and the head, once they have come to rest in good order.
+    caches: Option<(Caches, Option<Caches>)>,
     constraint: Option<Constraint>,
     /// Whether the host has had its `prompt` event.
     announced: bool,
     /// Prompt tokens that the host was last told of.
-    reported: usize,
+    pub(super) reported: usize,
     /// Whether a token was drawn, after which there is no starting again.
     drawn: bool,
 }
@@ -65,7 +65,7 @@ impl Engine {
         let memory = |refusal: &Refusal| refusal.code == ErrorCode::OutOfMemory;
         if result.as_ref().err().is_some_and(memory) && !attempt.drawn {
             memory::clear_cache();
-            if self.prefix.make_room() {
+            if self.prefix.make_room(u64::MAX) {
                 memory::clear_cache();
                 tracing::warn!(
                     id = job.id,
@@ -107,11 +107,19 @@ impl Engine {
                 format!("the engine panicked: {text}"),
             ))
         });
-        self.prefix.end(attempt.path.take());
+        let is_nan = |refusal: &Refusal| refusal.code == ErrorCode::NanLogits;
+        if let Some(path) = attempt
+            .path
+            .as_ref()
+            .filter(|_| result.as_ref().is_err_and(is_nan))
+        {
+            self.prefix.distrust(path);
+        }
+        self.prefix.end(attempt.path.take(), attempt.caches.take());
         result
     }
 
-    fn cancelled(&self, job: &Job) -> bool {
+    pub(super) fn cancelled(&self, job: &Job) -> bool {
         job.cancel.is_set() || self.host.latch.is_set()
     }
 
@@ -158,19 +166,7 @@ impl Engine {
         )?);
         let mut drafter = head.map(|head| Drafter::new(head).with_media(&placed));
         if let Some(restored) = restored {
-            let offset = restored.snapshot.offset;
-            caches.restore(offset, restored.trunk, Some(&restored.snapshot))?;
-            if let Some(drafter) = &mut drafter {
-                match (restored.head, restored.frontier) {
-                    (Some(head), Some(frontier)) => drafter.restore(offset, head, frontier)?,
-                    _ => {
-                        return Err(Refusal::new(
-                            ErrorCode::Internal,
-                            "a cached prefix lacks the head's state",
-                        ))
-                    }
-                }
-            }
+            restored.load(&mut caches, drafter.as_mut())?;
         }
         let mut captures = Vec::new();
         if let Some(path) = &attempt.path {
@@ -204,6 +200,7 @@ impl Engine {
         attempt.constraint = decoding.constraint.take();
         attempt.drawn = decoding.emitter.taken() > 0;
         let (finish, prefill, decoded) = result?;
+        attempt.caches = Some((decoding.caches, decoding.drafter.map(Drafter::into_caches)));
         let finish = match (decoding.emitter.finish(&self.host.outbox), finish) {
             (Some(stop), Finish::Length) => Finish::Stop(Some(stop)),
             (_, finish) => finish,
@@ -229,11 +226,18 @@ impl Engine {
         policy: Policy,
     ) -> Result<(Finish, u64, u64), Refusal> {
         let start = Instant::now();
-        let (through, frontiers) = self.prefill(job, decoding, attempt, (placed, captures))?;
+        let mut states = Vec::new();
+        let prefilled = self.prefill(job, decoding, attempt, (placed, captures), &mut states);
         let prefill = nanos(start);
         if let Some(path) = &mut attempt.path {
-            self.keep_captures(job, decoding, path, captures, frontiers)?;
+            let kept = self.keep_states(job, decoding, path, states);
+            match &prefilled {
+                Ok(_) => kept?,
+                // What had been computed by then is as good as that of a cancelled request; the error tells why it ended.
+                Err(_) => kept.unwrap_or_else(|error| tracing::warn!("prefix cache: nothing kept: {error}")),
+            }
         }
+        let through = prefilled?;
         let start = Instant::now();
         let finish = match (through, job.budget) {
             (false, _) => Finish::Cancelled,
@@ -244,7 +248,7 @@ impl Engine {
                         running.phase = Phase::Decode;
                     }
                 });
-                self.decode(job, decoding, policy)?
+                self.decode(job, decoding, &mut attempt.path, policy)?
             }
         };
         let decoded = nanos(start);
@@ -259,198 +263,38 @@ impl Engine {
         Ok((finish, prefill, decoded))
     }
 
-    /// Evaluates all prompt tokens but the last, which the first decode step consumes. False if cancelled on the way. Also
-    /// returns the trunk's states at the captured offsets, for the drafter of whoever starts there.
-    fn prefill(
+    /// Once more is allocated than the limit allows, gives back what other requests left, then what this one's path holds
+    /// beside its live caches.
+    pub(super) fn stay_within_memory(&mut self, path: Option<&mut Path>) -> Result<(), Refusal> {
+        let limit = self.settings.memory_limit;
+        let excess = || memory::usage().active.saturating_sub(limit);
+        if excess() == 0 {
+            return Ok(());
+        }
+        self.prefix.make_room(excess());
+        memory::clear_cache();
+        if let Some(path) = path.filter(|_| excess() > 0) {
+            self.prefix.loosen(path);
+            self.prefix.make_room(excess());
+            memory::clear_cache();
+        }
+        match excess() {
+            0 => Ok(()),
+            excess => {
+                let used = limit + excess;
+                let message = format!("{used} bytes are in use, more than the memory limit of {limit} bytes");
+                Err(Refusal::new(ErrorCode::OutOfMemory, message))
+            }
+        }
+    }
+
+    fn decode(
         &mut self,
         job: &Job,
         decoding: &mut Decoding<'_>,
-        attempt: &mut Attempt,
-        (placed, captures): (&Placed, &[Capture]),
-    ) -> Result<(bool, Vec<(usize, Array)>), Refusal> {
-        let mut frontiers = Vec::new();
-        let total = job.tokens.len();
-        let end = total - 1;
-        let mut at = decoding.consumed.len();
-        while at < end {
-            if self.cancelled(job) {
-                break;
-            }
-            let to = end.min(at + self.settings.chunk);
-            let ids = ids_array(&job.tokens[at..to]);
-            let slot = decoding.caches.offset();
-            let rows = ids.dim(1);
-            let batch = Batch {
-                ids: &ids,
-                positions: placed.positions(slot, rows),
-                media: &placed.media(slot, rows)?,
-                conditioning: None,
-            };
-            let hidden = decoding.model.forward(&batch, &mut decoding.caches)?;
-            let mut arrays = decoding.caches.arrays();
-            if decoding.drafter.is_some() {
-                arrays.push(&hidden);
-            }
-            eval(arrays)?;
-            if let Some(drafter) = &mut decoding.drafter {
-                drafter.observe(&ids, &hidden, &decoding.caches)?;
-            }
-            for offset in captures
-                .iter()
-                .map(|c| c.offset)
-                .filter(|&offset| offset > at && offset <= to)
-            {
-                let row = (offset - at) as i32;
-                let frontier = ops::compact(&ops::slice_axis(&hidden, 1, row - 1, row)?)?;
-                eval([&frontier])?;
-                frontiers.push((offset, frontier));
-            }
-            drop(hidden);
-            decoding.consumed.extend(&job.tokens[at..to]);
-            at = to;
-            if to - slot as usize >= 256 {
-                memory::clear_cache();
-            }
-            self.prefix.set_live(decoding.bytes());
-            self.report_prefill(job, attempt, at, total);
-        }
-        decoding.current = job.tokens[at];
-        Ok((at == end && !self.cancelled(job), frontiers))
-    }
-
-    /// Keeps what prefill has captured; where it was cancelled, also the point that it got to.
-    fn keep_captures(
-        &mut self,
-        job: &Job,
-        decoding: &mut Decoding<'_>,
-        path: &mut Path,
-        captures: &[Capture],
-        frontiers: Vec<(usize, Array)>,
-    ) -> Result<(), Refusal> {
-        let mut snapshots = decoding.caches.take_snapshots()?;
-        decoding.caches.schedule(&[]);
-        let reached = decoding.consumed.len();
-        let cut_short = reached + 1 < job.tokens.len();
-        if cut_short
-            && reached > path.cached()
-            && snapshots.last().is_none_or(|s| (s.offset as usize) < reached)
-        {
-            snapshots.extend(decoding.caches.snapshot()?);
-        }
-        if snapshots.is_empty() {
-            return Ok(());
-        }
-        if let Some(drafter) = &mut decoding.drafter {
-            drafter.settle(decoding.current, &decoding.caches)?;
-        }
-        let states = snapshots.into_iter().map(|snapshot| {
-            let offset = snapshot.offset as usize;
-            let kind = captures
-                .iter()
-                .find(|c| c.offset == offset)
-                .map_or(PointKind::Rest, |c| c.kind);
-            let frontier = frontiers
-                .iter()
-                .find(|(at, _)| *at == offset)
-                .map(|(_, f)| f.clone());
-            let frontier = frontier.or_else(|| decoding.drafter.as_ref().and_then(|d| d.frontier().cloned()));
-            State {
-                kind,
-                snapshot,
-                frontier,
-            }
-        });
-        let states = states.collect();
-        let live = Live {
-            trunk: &decoding.caches,
-            head: decoding.drafter.as_ref().map(Drafter::caches),
-        };
-        self.prefix.keep(path, states, &live);
-        if let Some(drafter) = &mut decoding.drafter {
-            drafter.unsettle();
-        }
-        Ok(())
-    }
-
-    /// Keeps where a request has come to rest.
-    fn keep_rest(&mut self, decoding: &mut Decoding<'_>, path: &mut Path) -> Result<(), Refusal> {
-        if decoding.drafter.is_none() && decoding.model.self_draft().is_some() {
-            // Drafting broke down on the way, and a prefix without the head's part would be of no use.
-            return Ok(());
-        }
-        let Some(snapshot) = decoding.caches.snapshot()? else {
-            return Ok(());
-        };
-        if let Some(drafter) = &mut decoding.drafter {
-            drafter.settle(decoding.current, &decoding.caches)?;
-        }
-        let frontier = match decoding.drafter.as_ref().and_then(Drafter::frontier) {
-            Some(frontier) => Some(ops::compact(frontier)?),
-            None => None,
-        };
-        let live = Live {
-            trunk: &decoding.caches,
-            head: decoding.drafter.as_ref().map(Drafter::caches),
-        };
-        self.prefix.keep(
-            path,
-            vec![State {
-                kind: PointKind::Rest,
-                snapshot,
-                frontier,
-            }],
-            &live,
-        );
-        Ok(())
-    }
-
-    /// The turns of a rendered conversation, found by the template's own turn tokens.
-    fn turns(&self, tokens: &[u32]) -> Vec<Turn> {
-        let Some(opening) = self.text.template.turn_markers().start() else {
-            return Vec::new();
-        };
-        let role = |at: usize| {
-            let head = &tokens[(at + 1).min(tokens.len())..tokens.len().min(at + 5)];
-            let text = self
-                .text
-                .tokenizer
-                .decode(head, Specials::Shown)
-                .unwrap_or_default();
-            match text.split_whitespace().next() {
-                Some("system") => Role::System,
-                Some("user") => Role::User,
-                Some("assistant") => Role::Assistant,
-                _ => Role::Other,
-            }
-        };
-        tokens
-            .iter()
-            .enumerate()
-            .filter(|(_, &id)| id == opening)
-            .map(|(start, _)| Turn {
-                start,
-                role: role(start),
-            })
-            .collect()
-    }
-
-    fn report_prefill(&self, job: &Job, attempt: &mut Attempt, done: usize, total: usize) {
-        self.host.board.update(|figures| {
-            if let Some(running) = &mut figures.running {
-                running.prefilled = done as u64;
-            }
-        });
-        if job.progress && done > attempt.reported {
-            attempt.reported = done;
-            self.host.outbox.push(Event::Prefill(Prefill {
-                id: job.id.clone(),
-                done: done as u64,
-                total: total as u64,
-            }));
-        }
-    }
-
-    fn decode(&mut self, job: &Job, decoding: &mut Decoding<'_>, policy: Policy) -> Result<Finish, Refusal> {
+        path: &mut Option<Path>,
+        policy: Policy,
+    ) -> Result<Finish, Refusal> {
         let mode = if decoding.sampler.is_greedy() {
             Mode::Greedy
         } else {
@@ -513,7 +357,8 @@ impl Engine {
                     running.generated = decoding.emitter.taken() as u64;
                 }
             });
-            self.prefix.set_live(decoding.bytes());
+            self.prefix.set_running(decoding.bytes());
+            self.stay_within_memory(path.as_mut())?;
             if let Some(health) = self.depth.take_health() {
                 let warning = health.to_string();
                 tracing::warn!("{warning}");

@@ -104,6 +104,7 @@ pub fn load_model(
 
     let total = checkpoint.total_bytes();
     let limit = settings.memory_limit;
+    memory::set_limit(limit);
     let widened = memory_bytes(&checkpoint, &plan, Precision::Widen);
     let (precision, path) = match backend {
         Backend::Cpu if widened <= limit => (Precision::Widen, Path::Cpu),

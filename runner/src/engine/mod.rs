@@ -10,6 +10,7 @@ pub mod job;
 mod load;
 pub mod measure;
 mod media;
+mod prefill;
 mod prefix;
 pub mod prepare;
 #[cfg(test)]
@@ -34,6 +35,7 @@ use lookahead_protocol::event::{
 use lookahead_protocol::Event;
 
 use crate::host::board::nanos;
+use crate::host::registry::Held;
 use crate::host::Host;
 use crate::mlx::{memory, Backend, Path};
 use crate::model::quant::Fp8Form;
@@ -156,8 +158,8 @@ pub struct Engine {
 /// What other threads ask of the engine.
 #[derive(Debug)]
 pub enum Command {
-    /// Run a request.
-    Run(Box<Job>),
+    /// Run a request, unless it was cancelled meanwhile.
+    Run(Held<Box<Job>>),
     /// Forget the prefix cache.
     ClearCache,
 }
@@ -174,13 +176,10 @@ pub fn serve(
         Ok(Some(loaded)) => loaded,
         Ok(None) => {
             text.give_up();
-            cancel_outstanding(&host);
+            end_outstanding(&host);
             return Ending::Orderly;
         }
-        Err(refusal) => {
-            text.give_up();
-            return load_failed(&host, &refusal);
-        }
+        Err(refusal) => return load_failed(&host, text, refusal),
     };
     let limits = DepthLimits {
         max_depth: settings.draft.max_depth(),
@@ -196,8 +195,7 @@ pub fn serve(
         &mut depth,
         told,
     ) {
-        text.give_up();
-        return load_failed(&host, &refusal);
+        return load_failed(&host, text, refusal);
     }
     loaded.ready.load_duration += nanos(start);
     let mut engine = Engine {
@@ -224,13 +222,17 @@ pub fn serve(
         let renew = if engine.writing { after(RENEW) } else { never() };
         select! {
             recv(commands) -> command => match command {
-                Ok(Command::Run(job)) if latch.is_set() => {
-                    let done = cancelled_before_start(&job.id, Some(job.arrived));
-                    engine.host.finish(&job.id, Event::Done(Box::new(done)));
-                }
-                // A request cancelled while it waited has had its final event.
-                Ok(Command::Run(job)) if !job.cancel.start() => {}
-                Ok(Command::Run(job)) => {
+                Ok(Command::Run(held)) => {
+                    // A request cancelled while it waited has had its final event.
+                    let Some(job) = held.take() else { continue };
+                    if latch.is_set() {
+                        let done = cancelled_before_start(&job.id, Some(job.arrived));
+                        engine.host.finish(&job.id, Event::Done(Box::new(done)));
+                        continue;
+                    }
+                    if !job.cancel.start() {
+                        continue;
+                    }
                     engine.run(*job);
                     if commands.is_empty() {
                         engine.prefix.persist();
@@ -248,22 +250,25 @@ pub fn serve(
             recv(latch.channel()) -> _ => break,
         }
     }
-    cancel_outstanding(&engine.host);
+    end_outstanding(&engine.host);
     engine.prefix.flush(LAST_WRITES);
     Ending::Orderly
 }
 
-fn load_failed(host: &Host, refusal: &Refusal) -> Ending {
+fn load_failed(host: &Host, text: &Awaited<TextStack>, refusal: Refusal) -> Ending {
     tracing::error!("loading failed: {refusal}");
     let failure = Failure::new(None, refusal.code.clone(), refusal.message.clone());
+    host.fail_load(refusal);
     host.outbox.push(Event::Error(failure));
+    text.give_up();
+    end_outstanding(host);
     Ending::LoadFailed
 }
 
-/// Ends every request that waits, as cancelled.
-fn cancel_outstanding(host: &Host) {
+/// Ends every request that waits: as cancelled, or with the error of a load that failed.
+fn end_outstanding(host: &Host) {
     for id in host.registry.outstanding() {
-        host.finish(&id, Event::Done(Box::new(cancelled_before_start(&id, None))));
+        host.finish(&id, host.unserved(&id, None));
     }
 }
 

@@ -13,7 +13,7 @@ use lookahead_protocol::{ErrorCode, Event, Line, LineReader, Request, RequestErr
 
 use super::latch::Reason;
 use super::record::Recorder;
-use super::registry::Found;
+use super::registry::{Found, Held};
 use super::{cli, spawn, Host};
 use crate::engine::job::Refusal;
 use crate::engine::prepare::{prepare, rendered, Incoming};
@@ -56,21 +56,17 @@ fn prepare_all(
     host: &Host,
     text: &Awaited<TextStack>,
     commands: &Sender<Command>,
-    incoming: &Receiver<Incoming>,
+    incoming: &Receiver<Held<Incoming>>,
 ) {
-    for request in incoming {
+    for held in incoming {
+        let text = text.get();
+        // The final event of a request that was cancelled went out with the cancellation.
+        let Some(request) = held.take() else { continue };
         let id = request.request.id.clone();
-        let Some(text) = text.get() else {
-            host.finish(
-                &id,
-                Event::Done(Box::new(cancelled_before_start(&id, Some(request.arrived)))),
-            );
+        let Some(text) = text else {
+            host.finish(&id, host.unserved(&id, Some(request.arrived)));
             continue;
         };
-        if request.cancel.is_set() {
-            // Its final event went out with the cancellation.
-            continue;
-        }
         let flag = request.cancel.clone();
         let finish = |event| {
             if host.registry.end_own(&id, &flag) {
@@ -81,7 +77,7 @@ fn prepare_all(
         match result {
             Ok(Ok(job)) => {
                 // A closed channel means that the engine has ended; what is outstanding then is answered on the way out.
-                let _ = commands.send(Command::Run(Box::new(job)));
+                let _ = commands.send(Command::Run(flag.hold(Box::new(job))));
             }
             Ok(Err(refusal)) => {
                 host.board.update(|figures| figures.requests.failed += 1);
@@ -101,7 +97,13 @@ fn text_all(host: &Host, text: &Awaited<TextStack>, work: &Receiver<Request>) {
             continue;
         };
         let Some(text) = text.get() else {
-            let refusal = Refusal::new(ErrorCode::Internal, "the model was not loaded");
+            let ended = || {
+                Refusal::new(
+                    ErrorCode::Internal,
+                    "the runner ended before the model was loaded",
+                )
+            };
+            let refusal = host.load_failure().cloned().unwrap_or_else(ended);
             host.finish(&id, Event::Error(refusal.failure(&id)));
             continue;
         };
@@ -144,7 +146,7 @@ fn text_request(text: &TextStack, request: Request) -> Result<Event, Refusal> {
 
 struct Reader {
     host: Host,
-    to_prepare: Sender<Incoming>,
+    to_prepare: Sender<Held<Incoming>>,
     to_text: Sender<Request>,
     commands: Sender<Command>,
     queue: usize,
@@ -219,11 +221,12 @@ impl Reader {
         };
         let answer = match request {
             Request::Generate(request) => {
-                let _ = self.to_prepare.send(Incoming {
+                let flag = cancel.clone();
+                let _ = self.to_prepare.send(flag.hold(Incoming {
                     request,
                     arrived: Instant::now(),
                     cancel,
-                });
+                }));
                 return;
             }
             Request::Tokenize(_) | Request::Detokenize(_) | Request::Render(_) => {

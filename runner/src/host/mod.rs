@@ -14,7 +14,7 @@ mod signals;
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::unbounded;
@@ -22,6 +22,7 @@ use lookahead_protocol::event::{Backend as WireBackend, Hello, ProtocolVersion};
 use lookahead_protocol::transcript::Header;
 use lookahead_protocol::Event;
 
+use crate::engine::job::Refusal;
 use crate::engine::text::Awaited;
 use crate::engine::{self, Ending};
 use crate::inspect::Circumstances;
@@ -40,9 +41,30 @@ pub struct Host {
     pub board: Arc<board::Board>,
     /// Whether the process ends.
     pub latch: latch::Latch,
+    /// Why the model couldn't be loaded.
+    load_failure: Arc<OnceLock<Refusal>>,
 }
 
 impl Host {
+    /// Remembers why the model can't be loaded; to be called before anything else hears of it.
+    pub fn fail_load(&self, refusal: Refusal) {
+        // There is one load; a second call would say no more than the first.
+        let _ = self.load_failure.set(refusal);
+    }
+
+    /// Why the model couldn't be loaded, once that is known.
+    pub fn load_failure(&self) -> Option<&Refusal> {
+        self.load_failure.get()
+    }
+
+    /// The final event of a generation that never started: the load's error if that is why, else that it was cancelled.
+    pub fn unserved(&self, id: &str, arrived: Option<Instant>) -> Event {
+        match self.load_failure() {
+            Some(refusal) => Event::Error(refusal.failure(id)),
+            None => Event::Done(Box::new(engine::cancelled_before_start(id, arrived))),
+        }
+    }
+
     /// Frees a request's id and sends its final event, if it has not had one.
     pub fn finish(&self, id: &str, event: Event) {
         if self.registry.end(id) {
@@ -111,6 +133,7 @@ pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
         registry: Arc::default(),
         board: Arc::default(),
         latch: latch::Latch::default(),
+        load_failure: Arc::default(),
     };
     signals::watch(host.latch.clone())?;
     let recorder = match &args.record {
@@ -160,15 +183,13 @@ pub fn run(args: &cli::Args) -> anyhow::Result<i32> {
     Ok(status)
 }
 
-/// Gives every request that was read its final event: generations end as cancelled, text requests are about to be answered.
+/// Gives every request that was read its final event: generations end as cancelled, or with the error of a load that failed;
+/// text requests are about to be answered.
 fn answer_outstanding(host: &Host) {
     let end = Instant::now() + DRAIN;
     loop {
         for id in host.registry.outstanding() {
-            host.finish(
-                &id,
-                Event::Done(Box::new(engine::cancelled_before_start(&id, None))),
-            );
+            host.finish(&id, host.unserved(&id, None));
         }
         if host.registry.is_empty() || Instant::now() >= end {
             return;

@@ -15,22 +15,84 @@ const CANCELLED: u8 = 2;
 
 /// Asks a request to end; checked between chunks and tokens.
 #[derive(Debug, Clone, Default)]
-pub struct CancelFlag(Arc<AtomicU8>);
+pub struct CancelFlag(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    state: AtomicU8,
+    /// What the request waits with.
+    content: Mutex<Option<Arc<dyn Release>>>,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared")
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What can be let go of from outside.
+trait Release: Send + Sync {
+    fn release(&self);
+}
+
+impl<T: Send> Release for Mutex<Option<T>> {
+    fn release(&self) {
+        drop(locked(self).take());
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a request waits with in a queue; gone once it is cancelled, so that queues keep no prompts and pictures of nobody.
+#[derive(Debug)]
+pub struct Held<T>(Arc<Mutex<Option<T>>>);
+
+impl<T> Held<T> {
+    /// The content; none if the request was cancelled.
+    pub fn take(&self) -> Option<T> {
+        locked(&self.0).take()
+    }
+}
 
 impl CancelFlag {
     /// Whether the request shall end.
     pub fn is_set(&self) -> bool {
-        self.0.load(Ordering::Acquire) == CANCELLED
+        self.0.state.load(Ordering::Acquire) == CANCELLED
     }
 
     /// Asks for the end; true if the request had not started, which it then never does.
     pub fn set(&self) -> bool {
-        self.0.swap(CANCELLED, Ordering::AcqRel) == WAITING
+        let waited = self.0.state.swap(CANCELLED, Ordering::AcqRel) == WAITING;
+        self.release();
+        waited
+    }
+
+    fn release(&self) {
+        // Taken out first: the content may hold this very flag.
+        let content = locked(&self.0.content).take();
+        if let Some(content) = content {
+            content.release();
+        }
+    }
+
+    /// Holds what the request waits with until it is taken or the request is cancelled.
+    pub fn hold<T: Send + 'static>(&self, content: T) -> Held<T> {
+        let held = Arc::new(Mutex::new(Some(content)));
+        *locked(&self.0.content) = Some(Arc::clone(&held) as Arc<dyn Release>);
+        if self.is_set() {
+            self.release();
+        }
+        Held(held)
     }
 
     /// Starts the request; false if it was cancelled before, when its final event has been sent already.
     pub fn start(&self) -> bool {
         self.0
+            .state
             .compare_exchange(WAITING, STARTED, Ordering::AcqRel, Ordering::Acquire)
             .is_ok()
     }
@@ -66,7 +128,7 @@ pub struct Registry {
 
 impl Registry {
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Entry>> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.entries)
     }
 
     /// Takes an id; `None` if it is busy. `generates` says whether the request can be cancelled.
@@ -169,6 +231,28 @@ mod tests {
             Found::Nothing,
             "a request that doesn't generate can't be cancelled"
         );
+    }
+
+    #[test]
+    fn what_a_cancelled_request_waits_with_is_freed_at_once() {
+        let registry = Registry::default();
+        let prompt = Arc::new("a long prompt");
+        let flag = registry.begin("a", true).unwrap();
+        // As a job does, the content holds its request's flag.
+        let queued = flag.hold((flag.clone(), Arc::clone(&prompt)));
+        assert_eq!(Arc::strong_count(&prompt), 2);
+        assert!(matches!(registry.cancel("a"), Found::Waiting(_)));
+        assert_eq!(Arc::strong_count(&prompt), 1);
+        assert!(queued.take().is_none());
+        // A request that is cancelled while it goes from one queue to the next keeps nothing either.
+        let late = flag.hold(Arc::clone(&prompt));
+        assert_eq!(Arc::strong_count(&prompt), 1);
+        assert!(late.take().is_none());
+
+        let other = registry.begin("b", true).unwrap();
+        let held = other.hold(Arc::clone(&prompt));
+        assert_eq!(held.take().as_deref(), Some(&"a long prompt"));
+        assert!(held.take().is_none());
     }
 
     #[test]

@@ -27,3 +27,9 @@ pub fn usage() -> Usage {
 pub fn clear_cache() {
     let _ = mlx_rs::memory::clear_cache();
 }
+
+/// Tells the allocator what it should stay below: it gives spare buffers back sooner. It is a guideline to MLX, so whoever
+/// needs it kept compares [`usage`] with it.
+pub fn set_limit(bytes: u64) {
+    let _ = mlx_rs::memory::set_memory_limit(usize::try_from(bytes).unwrap_or(usize::MAX));
+}

@@ -1,9 +1,11 @@
 //! The engine's side of the prefix cache: a request's keys, restoring into live caches, and keeping what was computed.
 //!
 //! Invariant: everything stored is evaluated and compact, and holds the head's state exactly where the model has a head; the
-//! path of a running request is pinned from [`Prefixes::begin`] to [`Prefixes::end`]; its live caches are counted.
+//! path of a running request is pinned from [`Prefixes::begin`] to [`Prefixes::end`]; its live caches are counted, and so are those
+//! that rest.
 
 mod payload;
+mod resting;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,6 +15,7 @@ use lookahead_protocol::event::{CacheStatus, DiskTier, Tier};
 use mlx_rs::error::{Exception, Result};
 use mlx_rs::Array;
 
+use super::drafter::Drafter;
 use crate::cache::{Caches, KvSegment, Snapshot};
 use crate::prefix::budget::Budgets;
 use crate::prefix::cache::{CacheConfig, PrefixCache};
@@ -21,30 +24,69 @@ use crate::prefix::key::{KeyStream, LookAhead, MediaSpan};
 use crate::prefix::plan::{captures, Capture, Density, PointKind, Prompt, Turn};
 use crate::prefix::trie::Pin;
 use payload::{EdgeState, Mover, PointState};
+pub use resting::Resting;
 
 /// Most bytes copied out for the disk at a time: the engine waits for the copying, not for the disk.
 const PERSIST: u64 = 256 << 20;
+
+/// The latest sequence's buffers rest if they take at most this part of the device's budget: their slots are held twice.
+const RESTING_PART: u64 = 3;
 
 /// See the module's text.
 #[derive(Debug)]
 pub struct Prefixes {
     cache: PrefixCache<Mover>,
     look_ahead: LookAhead,
-    is_on: bool,
-    live: u64,
+    /// The device's budget; 0 where the cache is off.
+    budget: u64,
+    /// Bytes of the running request's caches.
+    running: u64,
+    resting: Option<Resting>,
 }
 
 /// What brings live caches to where a request starts.
 #[derive(Debug)]
 pub struct Restored {
-    /// Key-values by layer of the trunk, each a list in order.
-    pub trunk: Vec<Vec<KvSegment>>,
-    /// The head's, where there is one.
-    pub head: Option<Vec<KvSegment>>,
+    key_values: KeyValues,
     /// Recurrent state, at the offset where the request starts.
-    pub snapshot: Snapshot,
-    /// The trunk's state at the last slot.
-    pub frontier: Option<Array>,
+    snapshot: Snapshot,
+    /// The trunk's state at the last slot, where the model has a head.
+    frontier: Option<Array>,
+}
+
+/// Key-values of the trunk, by layer, and of the head.
+#[derive(Debug)]
+enum KeyValues {
+    /// In buffers that have room for more.
+    Resting(Resting),
+    /// In pieces, each list in order.
+    Pieces(Vec<Vec<KvSegment>>, Option<Vec<KvSegment>>),
+}
+
+impl Restored {
+    /// Puts everything into a request's caches.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn load(self, caches: &mut Caches, drafter: Option<&mut Drafter<'_>>) -> Result<()> {
+        let offset = self.snapshot.offset;
+        match self.key_values {
+            KeyValues::Resting(resting) => {
+                *caches = resting.trunk;
+                caches.resume(&self.snapshot);
+                if let (Some(drafter), Some(head), Some(frontier)) = (drafter, resting.head, self.frontier) {
+                    drafter.resume(offset, head, frontier);
+                }
+            }
+            KeyValues::Pieces(trunk, head) => {
+                caches.restore(offset, trunk, Some(&self.snapshot))?;
+                if let (Some(drafter), Some(head), Some(frontier)) = (drafter, head, self.frontier) {
+                    drafter.restore(offset, head, frontier)?;
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A running request's place in the cache.
@@ -120,14 +162,15 @@ impl Prefixes {
             } else {
                 LookAhead::None
             },
-            is_on: budgets.device > 0,
-            live: 0,
+            budget: budgets.device,
+            running: 0,
+            resting: None,
         }
     }
 
     /// Whether anything is ever kept.
     pub fn is_on(&self) -> bool {
-        self.is_on
+        self.budget > 0
     }
 
     /// Finds where a prompt may start; `kv_layers` is how many key-value layers the trunk has.
@@ -146,7 +189,11 @@ impl Prefixes {
             cached: found.cached,
             parted: found.parted,
         };
-        let restored = self.restore(&path, kv_layers).unwrap_or_else(|error| {
+        // Whatever can't go on in the resting buffers replaces them when it ends, and needs the memory before.
+        let held = self.resting.take();
+        let resting = held.filter(|held| held.serves(&path.keys.keys()[..path.cached]));
+        self.count_live();
+        let restored = self.restore(&path, kv_layers, resting).unwrap_or_else(|error| {
             tracing::warn!(
                 "prefix cache: {} positions can't be restored: {error}",
                 path.cached
@@ -161,26 +208,39 @@ impl Prefixes {
         (path, restored)
     }
 
-    fn restore(&self, path: &Path, kv_layers: usize) -> Result<Option<Restored>> {
+    fn restore(&self, path: &Path, kv_layers: usize, resting: Option<Resting>) -> Result<Option<Restored>> {
         let found = path
             .pin
             .as_ref()
             .filter(|_| path.cached > 0)
             .and_then(|pin| self.cache.restore(pin));
         let Some(found) = found else { return Ok(None) };
-        let mut trunk = Vec::new();
-        for (_, segment) in found.segments {
-            segment.append_to(&mut trunk)?;
-        }
-        let mut beyond = trunk.split_off(kv_layers.min(trunk.len()));
-        let (head, frontier) = (beyond.pop(), found.point.frontier());
+        let frontier = found.point.frontier();
+        let (key_values, has_head) = match resting {
+            Some(resting) => {
+                let has_head = resting.head.is_some();
+                (KeyValues::Resting(resting), has_head)
+            }
+            None => {
+                let mut trunk = Vec::new();
+                for (_, segment) in found.segments {
+                    segment.append_to(&mut trunk)?;
+                }
+                let mut beyond = trunk.split_off(kv_layers.min(trunk.len()));
+                if trunk.len() != kv_layers {
+                    return Err(Exception::custom("they have other layers than the model"));
+                }
+                let head = beyond.pop();
+                let has_head = head.is_some();
+                (KeyValues::Pieces(trunk, head), has_head)
+            }
+        };
         let drafts = self.look_ahead == LookAhead::NextToken;
-        if trunk.len() != kv_layers || head.is_some() != drafts || frontier.is_some() != drafts {
-            return Err(Exception::custom("they have other layers than the model"));
+        if has_head != drafts || frontier.is_some() != drafts {
+            return Err(Exception::custom("they have another head than the model"));
         }
         Ok(Some(Restored {
-            trunk,
-            head,
+            key_values,
             snapshot: found.point.snapshot(path.cached as i32),
             frontier,
         }))
@@ -213,29 +273,78 @@ impl Prefixes {
     }
 
     /// Counts the bytes of a running request's caches, and moves and forgets others' until the budgets hold.
-    pub fn set_live(&mut self, bytes: u64) {
-        if bytes != self.live {
-            self.live = bytes;
-            self.cache.set_live_bytes(bytes);
+    pub fn set_running(&mut self, bytes: u64) {
+        if bytes != self.running {
+            self.running = bytes;
+            self.count_live();
+        }
+    }
+
+    fn count_live(&mut self) {
+        let resting = self.resting.as_ref().map_or(0, Resting::bytes);
+        let mut live = self.running + resting;
+        if live > self.budget && resting > 0 {
+            self.resting = None;
+            live = self.running;
+        }
+        if self.cache.set_live_bytes(live) {
             self.cache.settle(&mut Mover);
         }
     }
 
-    /// Ends a request: its path may be given up from now on, and its caches are gone.
-    pub fn end(&mut self, path: Option<Path>) {
-        if let Some(pin) = path.and_then(|path| path.pin) {
-            self.cache.release(pin);
-        }
-        self.set_live(0);
+    /// Lets a running request's path be given up: its live caches hold the same.
+    pub fn loosen(&mut self, path: &mut Path) {
+        path.pin = path.pin.take().map(|pin| self.cache.loosen(pin));
     }
 
-    /// Gives the device's memory back after a failed allocation; false if there was nothing to give.
-    pub fn make_room(&mut self) -> bool {
-        self.cache.make_room(&mut Mover, u64::MAX)
+    /// Forgets what a request started from and what it kept: it has led to logits that are no numbers.
+    pub fn distrust(&mut self, path: &Path) {
+        if let Some(pin) = &path.pin {
+            self.cache.distrust(pin);
+        }
+    }
+
+    /// Ends a request: its path may be given up from now on. `caches` are the trunk's and the head's if they are sound; the
+    /// next turn may go on in them.
+    pub fn end(&mut self, path: Option<Path>, caches: Option<(Caches, Option<Caches>)>) {
+        if let Some(Path {
+            keys, pin: Some(pin), ..
+        }) = path
+        {
+            // After a `clear` nothing from before may stay.
+            let is_known = self.cache.trie().pinned(&pin).is_some();
+            if let Some((trunk, head)) = caches.filter(|_| is_known) {
+                self.rest(&keys, trunk, head);
+            }
+            self.cache.release(pin);
+        }
+        self.running = 0;
+        self.count_live();
+    }
+
+    fn rest(&mut self, keys: &KeyStream, trunk: Caches, head: Option<Caches>) {
+        let drafts = self.look_ahead == LookAhead::NextToken;
+        if trunk.offset() == 0 || head.is_some() != drafts {
+            return;
+        }
+        match Resting::new(keys.keys(), trunk, head) {
+            Ok(resting) if resting.bytes() <= self.budget / RESTING_PART => self.resting = Some(resting),
+            Ok(_) => {}
+            Err(error) => tracing::warn!("prefix cache: keeping a request's buffers: {error}"),
+        }
+    }
+
+    /// Gives `bytes` of the device's memory back, or as much as isn't in use; false if there was nothing to give.
+    pub fn make_room(&mut self, bytes: u64) -> bool {
+        let rested = self.resting.take().map_or(0, |resting| resting.bytes());
+        self.count_live();
+        rested > 0 && rested >= bytes || self.cache.make_room(&mut Mover, bytes - rested) || rested > 0
     }
 
     /// Forgets everything, disk included.
     pub fn clear(&mut self) {
+        self.resting = None;
+        self.count_live();
         if let Err(error) = self.cache.clear() {
             tracing::warn!("{error}");
         }
@@ -244,7 +353,8 @@ impl Prefixes {
     /// Forgets what is in memory, after a fault.
     pub fn reset(&mut self) {
         self.cache.reset();
-        self.live = 0;
+        self.resting = None;
+        self.running = 0;
     }
 
     /// Offers to the disk what it lacks, for idle times.
@@ -297,3 +407,6 @@ impl Prefixes {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -74,6 +74,12 @@ impl Stored {
 
     fn to_tensor(&self, name: String) -> Result<Tensor> {
         let host = self.to_host()?;
+        if !is_finite(&host) {
+            // On disk it would outlive whatever went wrong.
+            return Err(Exception::custom(format!(
+                "{name} has values that are no numbers"
+            )));
+        }
         let dtype = match host.dtype {
             Dtype::Float32 => FileDtype::F32,
             Dtype::Bfloat16 => FileDtype::BF16,
@@ -114,6 +120,14 @@ impl Stored {
     }
 }
 
+fn sum<'a>(stored: impl Iterator<Item = &'a Stored>) -> TierBytes {
+    let mut sum = TierBytes::default();
+    for stored in stored {
+        sum += stored.bytes();
+    }
+    sum
+}
+
 /// A copy in a buffer of its own size. [`ops::compact`] keeps a buffer that is up to 16 KiB larger, which for the smallest
 /// arrays would be most of what a point occupies, and not counted.
 fn exact(array: &Array) -> Result<Array> {
@@ -124,6 +138,22 @@ fn exact(array: &Array) -> Result<Array> {
         ops::slice_axis(&flat, 0, len / 2, len)?,
     ];
     concatenate(&halves, 0)?.reshape(array.shape())
+}
+
+/// Whether no element is infinite or no number: those have all bits of the exponent set.
+fn is_finite(host: &HostArray) -> bool {
+    let halves = |exponent: u16| {
+        let mut words = host.bytes.chunks_exact(2);
+        words.all(|word| u16::from_le_bytes([word[0], word[1]]) & exponent != exponent)
+    };
+    match host.dtype {
+        Dtype::Bfloat16 => halves(0x7f80),
+        Dtype::Float16 => halves(0x7c00),
+        _ => {
+            let mut words = host.bytes.chunks_exact(4);
+            words.all(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]).is_finite())
+        }
+    }
 }
 
 fn dtype_bytes(dtype: Dtype) -> usize {
@@ -138,6 +168,8 @@ fn dtype_bytes(dtype: Dtype) -> usize {
 #[derive(Debug)]
 struct Chunk {
     layers: Vec<(Stored, Stored)>,
+    /// Of all layers; budgets ask for it far more often than it could change, which it can't.
+    bytes: TierBytes,
     len: usize,
     /// Slots that living pieces cover.
     alive: Cell<usize>,
@@ -189,6 +221,7 @@ impl EdgeState {
 
     fn of(layers: Vec<(Stored, Stored)>, len: usize) -> Self {
         let chunk = Rc::new(Chunk {
+            bytes: sum(layers.iter().flat_map(|(keys, values)| [keys, values])),
             layers,
             len,
             alive: Cell::new(0),
@@ -247,11 +280,7 @@ impl Bytes for EdgeState {
     fn bytes(&self) -> TierBytes {
         let mut sum = TierBytes::default();
         for piece in &self.pieces {
-            let mut whole = TierBytes::default();
-            for (keys, values) in &piece.chunk.layers {
-                whole += keys.bytes();
-                whole += values.bytes();
-            }
+            let whole = piece.chunk.bytes;
             // A buffer that outlives some of its pieces is charged to those that keep it alive.
             let (mine, alive) = (
                 (piece.to - piece.from) as u64,
@@ -306,6 +335,7 @@ impl Segment for EdgeState {
 pub struct PointState {
     states: Vec<(Stored, Stored)>,
     frontier: Option<Stored>,
+    bytes: TierBytes,
 }
 
 impl PointState {
@@ -320,10 +350,16 @@ impl PointState {
             .states
             .into_iter()
             .map(|s| (Stored::Device(s.conv), Stored::Device(s.state)));
-        Ok(Self {
-            states: states.collect(),
-            frontier: frontier.map(Stored::Device),
-        })
+        Ok(Self::of(states.collect(), frontier.map(Stored::Device)))
+    }
+
+    fn of(states: Vec<(Stored, Stored)>, frontier: Option<Stored>) -> Self {
+        let bytes = sum(states.iter().flat_map(|(a, b)| [a, b]).chain(&frontier));
+        Self {
+            states,
+            frontier,
+            bytes,
+        }
     }
 
     /// The recurrent layers' state, at `offset`.
@@ -343,19 +379,11 @@ impl PointState {
     pub fn frontier(&self) -> Option<Array> {
         self.frontier.as_ref().map(Stored::on_device)
     }
-
-    fn stored(&self) -> impl Iterator<Item = &Stored> {
-        self.states.iter().flat_map(|(a, b)| [a, b]).chain(&self.frontier)
-    }
 }
 
 impl Bytes for PointState {
     fn bytes(&self) -> TierBytes {
-        let mut sum = TierBytes::default();
-        for stored in self.stored() {
-            sum += stored.bytes();
-        }
-        sum
+        self.bytes
     }
 }
 
@@ -390,8 +418,7 @@ impl Payloads for Mover {
             .map(Stored::to_host)
             .transpose()?
             .map(Stored::Host);
-        point.states = states;
-        point.frontier = frontier;
+        *point = PointState::of(states, frontier);
         Ok(())
     }
 
@@ -432,7 +459,7 @@ impl Payloads for Mover {
         let mut found = by_name(tensors);
         let frontier = found.remove("frontier").map(Stored::from_tensor).transpose()?;
         let states = pairs(&mut found, "conv", "state")?;
-        Ok(PointState { states, frontier })
+        Ok(PointState::of(states, frontier))
     }
 }
 
