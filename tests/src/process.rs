@@ -269,6 +269,16 @@ impl Process {
         Some(kib << 10)
     }
 
+    /// Processor time that its threads have taken; none where the system doesn't tell to the nanosecond.
+    pub fn processor_time(&self) -> Option<Duration> {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.pid())).ok()?;
+        let nanoseconds = threads.flatten().filter_map(|thread| {
+            let figures = std::fs::read_to_string(thread.path().join("schedstat")).ok()?;
+            figures.split_whitespace().next()?.parse::<u64>().ok()
+        });
+        Some(Duration::from_nanos(nanoseconds.sum())).filter(|time| !time.is_zero())
+    }
+
     /// What it has logged.
     pub fn log(&self) -> String {
         self.stderr.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -8,17 +8,19 @@ use lookahead_tests::process::{executable, model, Process};
 use serde_json::json;
 use tempfile::TempDir;
 
-use crate::support::{number, words, Session};
+use crate::support::{number, words, Session, SAMPLINGS};
 
 const REPLY: usize = 24;
 /// Restore points nearer than this to the one before them share its place on disk.
 const SPACING: usize = 16;
 
 fn started(dir: &Path) -> Session {
-    Session::start(
-        "greedy",
-        &["--cache-disk", "64MiB", "--cache-dir", &dir.to_string_lossy()],
-    )
+    started_with("greedy", dir)
+}
+
+fn started_with(sampling: &'static str, dir: &Path) -> Session {
+    let dir = dir.to_string_lossy();
+    Session::start(sampling, &["--cache-disk", "64MiB", "--cache-dir", &dir])
 }
 
 fn chat(session: &mut Session) -> Vec<u64> {
@@ -50,8 +52,12 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
 
 /// A directory with one conversation in it, that conversation, and its continuation.
 fn filled() -> (TempDir, Vec<u64>, Vec<u64>) {
+    filled_with("greedy")
+}
+
+fn filled_with(sampling: &'static str) -> (TempDir, Vec<u64>, Vec<u64>) {
     let dir = tempfile::tempdir().unwrap_or_else(|error| panic!("{error}"));
-    let mut session = started(dir.path());
+    let mut session = started_with(sampling, dir.path());
     let chat = chat(&mut session);
     let outcome = session.ask(&chat, REPLY);
     settle(&mut session, 0);
@@ -62,8 +68,14 @@ fn filled() -> (TempDir, Vec<u64>, Vec<u64>) {
 
 #[test]
 fn a_conversation_goes_on_after_a_restart() {
-    let (dir, mut chat, reply) = filled();
-    let mut session = started(dir.path());
+    for sampling in SAMPLINGS {
+        goes_on_after_a_restart(sampling);
+    }
+}
+
+fn goes_on_after_a_restart(sampling: &'static str) {
+    let (dir, mut chat, reply) = filled_with(sampling);
+    let mut session = started_with(sampling, dir.path());
     let retry = session.plain(&chat, REPLY);
     assert!(
         retry.cached + SPACING >= chat.len(),
@@ -74,7 +86,7 @@ fn a_conversation_goes_on_after_a_restart() {
     assert_eq!(retry.tokens, reply);
     session.end();
 
-    let mut session = started(dir.path());
+    let mut session = started_with(sampling, dir.path());
     chat.extend(&reply);
     let rested = chat.len() - 1;
     chat.extend(session.closing());
@@ -246,24 +258,21 @@ fn a_place_where_no_directory_can_be_turns_the_tier_off_with_a_warning() {
     session.end();
 }
 
+/// Ways to a name space of one's own: as root, and as a user who may be root in one.
+const UNSHARE: [&[&str]; 2] = [&["--mount"], &["--user", "--map-root-user", "--mount"]];
+
 /// A runner in a name space of its own, where `mount` has changed what lies at the directory; none where that isn't allowed.
 fn mounted(dir: &Path, mount: &str) -> Option<Session> {
-    let mut probe = Command::new("unshare");
-    probe.args(["--mount", "sh", "-c", mount, "sh"]).arg(dir);
-    if !probe.output().is_ok_and(|output| output.status.success()) {
-        return None;
-    }
+    let allowed = |flags: &&&[&str]| {
+        let mut probe = Command::new("unshare");
+        probe.args(**flags).args(["sh", "-c", mount, "sh"]).arg(dir);
+        probe.output().is_ok_and(|output| output.status.success())
+    };
+    let flags = UNSHARE.iter().find(allowed)?;
     let mut command = Command::new("unshare");
     // The directory is the script's first argument; what follows is the runner's command line.
-    command
-        .args([
-            "--mount",
-            "sh",
-            "-c",
-            &format!("{mount} && shift && exec \"$@\""),
-            "sh",
-        ])
-        .arg(dir);
+    let script = format!("{mount} && shift && exec \"$@\"");
+    command.args(*flags).args(["sh", "-c", &script, "sh"]).arg(dir);
     command
         .arg(executable("lookahead-runner"))
         .arg("--model")

@@ -3,7 +3,7 @@
 use lookahead_tests::requests;
 use serde_json::json;
 
-use crate::support::{number, words, Session};
+use crate::support::{number, words, Session, SAMPLINGS};
 
 const REPLY: usize = 20;
 
@@ -55,7 +55,13 @@ fn the_bytes_told_are_the_allocators() {
 
 #[test]
 fn a_small_budget_holds_and_the_latest_conversation_stays() {
-    let mut session = Session::start("greedy", &["--cache-device", "4MiB"]);
+    for sampling in SAMPLINGS {
+        a_small_budget_holds(sampling);
+    }
+}
+
+fn a_small_budget_holds(sampling: &'static str) {
+    let mut session = Session::start(sampling, &["--cache-device", "4MiB"]);
     let mut evicted = 0;
     for conversation in 0..10 {
         let mut chat = session.turn("system", &words(conversation, 20));

@@ -72,6 +72,8 @@ pub struct Outcome {
     pub cached: usize,
     pub tokens: Vec<u64>,
     pub first_token: Duration,
+    /// The same in the runner's processor time, which other programs don't add to; a little more, since it goes on meanwhile.
+    pub processor: Option<Duration>,
 }
 
 /// A runner and the model of its cache.
@@ -149,13 +151,16 @@ impl Session {
     pub fn plain(&mut self, tokens: &[u64], n: usize) -> Outcome {
         let mut request = requests::tokens(&self.id(), tokens, json!({}));
         request["options"] = options(self.sampling, n);
+        let before = self.process.processor_time();
         let start = Instant::now();
         self.process.send(&request);
-        let mut first_token = None;
+        let (mut first_token, mut processor) = (None, None);
         let mut events = Vec::new();
         while let Some((at, event)) = self.process.next_timed() {
             if event["type"] == "token" && first_token.is_none() {
                 first_token = Some(at.saturating_duration_since(start));
+                let now = self.process.processor_time();
+                processor = now.zip(before).map(|(now, before)| now.saturating_sub(before));
             }
             let last = event["type"] == "done" || event["type"] == "error";
             events.push(event);
@@ -171,6 +176,7 @@ impl Session {
             cached: cached(&answer),
             tokens: answer.tokens(),
             first_token: first_token.unwrap_or_default(),
+            processor,
         }
     }
 

@@ -1,6 +1,7 @@
 //! What a request finds of those before it, and that it says the same as from nothing.
 
-use lookahead_tests::process::is_final;
+use base64::prelude::{Engine as _, BASE64_STANDARD};
+use lookahead_tests::process::{is_final, repository, Process};
 use lookahead_tests::requests;
 use serde_json::{json, Value};
 
@@ -166,9 +167,98 @@ fn the_second_to_leave_a_path_marks_the_place_for_the_third() {
 }
 
 #[test]
+fn branches_of_a_conversation_resume_whichever_was_last() {
+    // The latest sequence's buffers are handed on; each branch must find its own state all the same.
+    with_each_sampling(&[], |session| {
+        let mut stem = asked(session, 1, 2);
+        stem.extend(session.opening());
+        let outcome = session.ask(&stem, REPLY);
+        stem.extend(&outcome.tokens);
+        stem.extend(session.closing());
+        let mut branches: Vec<Vec<u64>> = Vec::new();
+        for branch in 0..2 {
+            let mut chat = stem.clone();
+            chat.extend(session.turn("user", &words(60 + branch, 8)));
+            branches.push(chat);
+        }
+        for turn in 0..2 {
+            for (branch, chat) in branches.iter_mut().enumerate() {
+                chat.extend(session.opening());
+                let outcome = session.ask(chat, REPLY);
+                chat.extend(&outcome.tokens);
+                let rested = chat.len() - 1;
+                chat.extend(session.closing());
+                chat.extend(session.turn("user", &words(70 + 10 * turn + branch, 8)));
+                assert_eq!(
+                    session.ideal.cached(chat),
+                    rested,
+                    "branch {branch} goes on at its own end"
+                );
+            }
+        }
+        // One branch twice in a row, then the other again at its start.
+        for chat in [&branches[1], &branches[0], &stem] {
+            session.ask(chat, REPLY);
+        }
+    });
+}
+
+#[test]
+fn conversations_about_pictures_resume_and_never_mix_them_up() {
+    let model = repository().join("fixtures/tiny/vision");
+    let picture = |name: &str| {
+        let bytes = std::fs::read(repository().join("fixtures/images").join(name));
+        BASE64_STANDARD.encode(bytes.unwrap_or_else(|error| panic!("{name}: {error}")))
+    };
+    let (first, other) = (picture("photo-64x32.png"), picture("photo-32x96.png"));
+    for sampling in SAMPLINGS {
+        let process = Process::runner_of(&model, &["--cpu", "--draft", "3"]);
+        let mut session = Session::of(process, sampling);
+        let mut asks = |messages: &[Value]| {
+            let request = json!({
+                "type": "generate", "id": session.id(), "messages": messages, "think": false,
+                "options": options(sampling, REPLY),
+            });
+            let warm = session.process.ask(&request);
+            let mut again = requests::named(request, &session.id());
+            again["cache"] = json!(false);
+            assert_eq!(warm.tokens(), session.process.ask(&again).tokens());
+            let prompt = number(&warm.done()["prompt_eval_count"]) as usize;
+            (cached(&warm), prompt, warm.text())
+        };
+        let shown = |image: &str| {
+            json!({"role": "user", "content": [
+                {"type": "text", "text": "What is it?"}, {"type": "image", "data": image},
+            ]})
+        };
+        let mut chat = vec![shown(&first)];
+        let (_, prompt, answer) = asks(&chat);
+        assert_eq!(asks(&chat).0, prompt - 1, "a retry");
+        // The answer as text may not be the ids that were drawn, so the least to be found is the question.
+        chat.push(json!({"role": "assistant", "content": answer}));
+        chat.push(json!({"role": "user", "content": "And now?"}));
+        let (found, longer, _) = asks(&chat);
+        assert!(found + 12 >= prompt && longer > prompt, "{found} of {prompt}");
+        // Another picture in the same place leaves nothing of the first one to be found.
+        let before = prompt - asks(&[shown(&other)]).0;
+        assert!(before > 8, "{before} tokens are the picture and what follows it");
+        let second = [
+            shown(&first),
+            json!({"role": "assistant", "content": answer}),
+            shown(&other),
+        ];
+        let (found, ..) = asks(&second);
+        assert!(found + 12 >= prompt, "{found} of {prompt}");
+        let (found, whole, _) = asks(&second);
+        assert_eq!(found, whole - 1);
+        session.end();
+    }
+}
+
+#[test]
 fn a_prompt_cancelled_in_prefill_goes_on_where_it_was_cut() {
     with_each_sampling(&["--chunk", "32"], |session| {
-        for (round, cut) in [1, 160, 400].into_iter().enumerate() {
+        for (round, cut) in [1, 33, 160, 400].into_iter().enumerate() {
             let prompt = session.encode(&words(200 + round, 400));
             let n = 8;
             let id = session.id();
