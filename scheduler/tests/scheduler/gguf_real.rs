@@ -292,7 +292,7 @@ fn cancel_works_while_loading_queued_prefilling_and_generating() {
         let done = events.last().unwrap();
         assert_eq!(done["done_reason"], "cancelled", "{target}: {done}");
         let seen = if target == "running" {
-            ids(&[first.clone()])
+            ids(std::slice::from_ref(&first))
         } else {
             0
         };
