@@ -106,7 +106,8 @@ fn without_generation_tags(text: &str) -> String {
     while let Some(at) = rest.find("{%") {
         let (before, tag) = rest.split_at(at);
         out.push_str(before);
-        let Some(len) = tag.find("%}").map(|end| end + 2) else {
+        // Behind the opening: in `{%}` its percent sign closes nothing.
+        let Some(len) = tag[2..].find("%}").map(|end| end + 4) else {
             rest = tag;
             break;
         };
@@ -199,5 +200,9 @@ mod tests {
             without_generation_tags("a{%- generation -%}{% generate %}b{% endgeneration %}{{ '{%' }} {%"),
             "a{%- if true -%}{% generate %}b{% endif %}{{ '{%' }} {%"
         );
+        // Found by fuzzing: what opens must not close with its own percent sign.
+        for text in ["{%}", "a{%}b{% c %}", "{%%}", "{%"] {
+            assert_eq!(without_generation_tags(text), text);
+        }
     }
 }
