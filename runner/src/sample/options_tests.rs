@@ -1,3 +1,5 @@
+//! Options from a request and from generation_config.json: defaults, and every limit by the name of its field.
+
 use super::*;
 use serde_json::json;
 

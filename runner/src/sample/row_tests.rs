@@ -1,3 +1,5 @@
+//! One row of logits to a distribution, against the float64 oracle and on rows that no softmax survives.
+
 use proptest::prelude::*;
 
 use super::super::options::{Filter, Shape};

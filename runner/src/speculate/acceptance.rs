@@ -1,84 +1,116 @@
 //! How likely each draft position is to be accepted, given that all positions before it were.
 //!
-//! Invariant: a rate is in 0..=1 and its weight, the number of tests that it stands for, is bounded, so that
-//! old text never outvotes the text at hand. A position nobody has tested takes after the one before it.
+//! Invariant: a rate is in 0..=1, and what is known never becomes so certain, nor so vague, that the text at hand
+//! couldn't outvote it soon.
 //!
-//! Two time scales: a slow average, precise enough not to dither between neighbouring depths, and a short
-//! window of the last outcomes that replaces the average once the two are too far apart to be chance.
+//! The belief is a Gaussian over the log-odds of all positions together. Neighbouring positions have much in common,
+//! so a test of one is a part of a test of the others, and a position that nobody has tested takes after those before
+//! it. Time makes everything less certain. Where the last outcomes of a position are too far from its rate to be
+//! chance, the text has changed its character: the belief is given up in favour of those outcomes.
 
+use super::belief::Belief;
+use super::depth::DEEPEST;
 use serde::{Deserialize, Serialize};
 
-/// Believed acceptance at position 1 before anything was tested, and the weight of that belief. Published
-/// rates of intact heads lie between 0.5 and 0.95.
-const PRIOR: (f64, f64) = (0.7, 4.0);
+/// Believed acceptance at position 1 before anything was tested. Published rates of intact heads lie between 0.5 and
+/// 0.95.
+const PRIOR: f64 = 0.7;
 /// Rate of an untested position relative to the one before it; published conditional rates are nearly flat.
 const DECAY: f64 = 0.98;
-/// Tests that a position's average stands for at most.
-const MEMORY: f64 = 100.0;
-/// Weight that age leaves at least.
-const FLOOR: f64 = 2.5;
-/// Weight that is left of an average when a new request begins.
-const CARRIED: f64 = 24.0;
-/// Share of its weight that a position keeps over a round that didn't test it.
-const AGEING: f64 = 0.997;
+/// Variances of log-odds before anything was tested: of the first position, and of a step to the next one.
+const SPREAD: (f64, f64) = (1.0, 0.03);
+/// The same, added by a round.
+const DRIFT: (f64, f64) = (0.0001, 0.0001);
+/// The same, added by a step of plain decoding.
+const IDLE: (f64, f64) = (0.0003, 0.0001);
+/// The same, added by a new request.
+const NEW_TEXT: (f64, f64) = (0.15, 0.01);
+/// The same, added by a change of the text's character.
+const CHANGE: (f64, f64) = (1.0, 0.05);
+/// Variance of the first position's log-odds beyond which time adds nothing.
+const VAGUE: f64 = 1.0;
+/// Log-odds at most.
+const ODDS: f64 = 5.0;
 /// Outcomes in the short window and the deviation, in standard errors, that makes it win.
 const WINDOW: u32 = 24;
-const SURPRISE: f64 = 3.2;
-/// Weight of an average that a window has replaced.
-const FRESH: f64 = 8.0;
+const SURPRISE: f64 = 3.6;
+/// The part of the window that then counts.
+const RECENT: u32 = WINDOW / 2;
 /// Tests after which a position counts as known.
 const TRUSTED: u64 = 4;
-/// Standard errors added to a rate when it is asked what a position might reach.
-const HOPE: f64 = 1.0;
+/// Standard deviations added to a rate when it is asked what a position might reach.
+const HOPE: f64 = 0.8;
 
-/// What is known of one draft position.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+/// What was seen at one draft position.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct Position {
-    rate: f64,
-    weight: f64,
     tests: u64,
     accepted: u64,
-    /// The last outcomes, newest in bit 0.
+    /// The last outcomes, newest in bit 0, as many as `filled` says.
     recent: u32,
+    filled: u32,
 }
 
 /// Conditional acceptance by position.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Acceptance {
     positions: Vec<Position>,
+    /// Log-odds by position, the first one's at 0.
+    odds: Belief,
+    /// What [`expected`](Self::expected) says by depth; follows from `odds`.
+    tokens: Vec<f64>,
     /// Rounds that drafted at least so deep: `offered[i]` counts depths of i + 1 and more.
     offered: Vec<u64>,
 }
 
-impl Position {
-    fn observe(&mut self, accepted: bool) -> bool {
-        self.tests = self.tests.saturating_add(1);
-        self.accepted = self.accepted.saturating_add(u64::from(accepted));
-        self.weight = (self.weight + 1.0).min(MEMORY);
-        self.rate += (f64::from(u8::from(accepted)) - self.rate) / self.weight;
-        self.recent = (self.recent << 1) | u32::from(accepted);
-        self.surprised()
-    }
+fn log_odds(rate: f64) -> f64 {
+    (rate / (1.0 - rate)).ln()
+}
 
-    /// Replaces the average by the window where they differ by more than chance explains.
-    fn surprised(&mut self) -> bool {
-        if self.tests < u64::from(WINDOW) || self.weight < f64::from(WINDOW) {
-            return false;
+fn rate_of(odds: f64) -> f64 {
+    1.0 / (1.0 + (-odds).exp())
+}
+
+/// Covariance of a walk over the positions: what they have in common is where the walk began and the steps that both
+/// have behind them.
+fn walk((first, step): (f64, f64)) -> impl Fn(usize, usize) -> f64 {
+    move |a, b| first + step * a.min(b) as f64
+}
+
+impl Default for Acceptance {
+    fn default() -> Self {
+        let mut odds = Belief::default();
+        for position in 0..DEEPEST {
+            odds.push(log_odds(PRIOR * DECAY.powi(position as i32)), 0.0);
+        }
+        let spread = walk(SPREAD);
+        odds.change(|a, b, _| spread(a, b));
+        let mut new = Self {
+            positions: Vec::new(),
+            odds,
+            tokens: Vec::new(),
+            offered: Vec::new(),
+        };
+        new.reckon();
+        new
+    }
+}
+
+impl Position {
+    /// The share of the last outcomes that were accepted, where `rate` doesn't explain what the window shows. Its newer half
+    /// counts: some of the older one will be from before the change.
+    fn surprise(&self, rate: f64) -> Option<f64> {
+        if self.filled < WINDOW {
+            return None;
         }
         let hits = (self.recent & ((1 << WINDOW) - 1)).count_ones();
-        let (hits, window) = (f64::from(hits), f64::from(WINDOW));
-        let rate = self.rate.clamp(0.03, 0.97);
-        let deviation = (hits / window - rate) / (rate * (1.0 - rate) / window).sqrt();
-        if deviation.abs() < SURPRISE {
-            return false;
-        }
-        self.rate = hits / window;
-        self.weight = FRESH;
-        true
-    }
-
-    fn sink(&mut self, weight: f64) {
-        self.weight = self.weight.min(weight.max(FLOOR));
+        let share = f64::from(hits) / f64::from(WINDOW);
+        // On this scale a share's standard error is the same at any rate; plainly, five misses where one is usual would
+        // look like more of a surprise than they are.
+        let angle = |share: f64| 2.0 * share.sqrt().asin();
+        let deviation = (angle(share) - angle(rate)) * f64::from(WINDOW).sqrt();
+        let newer = (self.recent & ((1 << RECENT) - 1)).count_ones();
+        (deviation.abs() >= SURPRISE).then_some(f64::from(newer) / f64::from(RECENT))
     }
 }
 
@@ -88,6 +120,7 @@ impl Acceptance {
     ///
     /// Says whether the text has changed its character, so that what was concluded from it is due for review.
     pub fn observe(&mut self, depth: usize, tested: usize, accepted: usize) -> bool {
+        let depth = depth.min(DEEPEST);
         let tested = tested.min(depth);
         if self.offered.len() < depth {
             self.offered.resize(depth, 0);
@@ -95,86 +128,125 @@ impl Acceptance {
         for offered in &mut self.offered[..depth] {
             *offered = offered.saturating_add(1);
         }
+        if self.positions.len() < tested {
+            self.positions.resize(tested, Position::default());
+        }
+        self.loosen(DRIFT, 1.0);
         let mut changed = false;
-        for position in 1..=tested {
-            if self.positions.len() < position {
-                let (rate, weight) = (self.rate(position), PRIOR.1);
-                self.positions.push(Position {
-                    rate,
-                    weight,
-                    tests: 0,
-                    accepted: 0,
-                    recent: 0,
-                });
-            }
-            changed |= self.positions[position - 1].observe(position <= accepted);
+        for index in 0..tested {
+            changed |= self.test(index, index < accepted);
         }
-        for position in self.positions.iter_mut().skip(tested) {
-            if changed {
-                position.sink(FRESH);
-            } else {
-                position.sink(position.weight * AGEING);
-            }
-        }
+        self.odds.bound(-ODDS, ODDS);
+        self.reckon();
         changed
+    }
+
+    fn test(&mut self, index: usize, accepted: bool) -> bool {
+        let rate = self.rate(index + 1).clamp(0.02, 0.98);
+        let position = &mut self.positions[index];
+        position.tests = position.tests.saturating_add(1);
+        position.accepted = position.accepted.saturating_add(u64::from(accepted));
+        position.recent = (position.recent << 1) | u32::from(accepted);
+        position.filled = (position.filled + 1).min(WINDOW);
+        let surprise = position.surprise(rate);
+        if surprise.is_some() {
+            position.filled = 0;
+        }
+        // A test says as much about the log-odds as their logistic curve is steep.
+        let (outcome, tests) = match surprise {
+            None => (f64::from(u8::from(accepted)), 1.0),
+            Some(share) => (share, f64::from(RECENT)),
+        };
+        if surprise.is_some() {
+            self.loosen(CHANGE, 1.0);
+            let share = outcome.clamp(0.04, 0.96);
+            let off = log_odds(share) - log_odds(rate);
+            self.odds
+                .update(index, off, 1.0 / (tests * share * (1.0 - share)));
+        } else {
+            let steep = rate * (1.0 - rate);
+            self.odds.update(index, (outcome - rate) / steep, 1.0 / steep);
+        }
+        surprise.is_some()
+    }
+
+    /// Brings `tokens` in line with `odds`.
+    fn reckon(&mut self) {
+        let mut survive = 1.0;
+        let mut tokens = 1.0;
+        self.tokens.clear();
+        self.tokens.push(tokens);
+        for position in 1..=DEEPEST {
+            survive *= self.rate(position);
+            tokens += survive;
+            self.tokens.push(tokens);
+        }
+    }
+
+    fn loosen(&mut self, by: (f64, f64), times: f64) {
+        let room = ((VAGUE - self.odds.covariance(0, 0)) / by.0).clamp(0.0, times);
+        let by = walk(by);
+        self.odds.change(|a, b, old| old + room * by(a, b));
     }
 
     /// Ages all positions by `rounds` rounds without drafts.
     pub fn idle(&mut self, rounds: u32) {
-        let keep = AGEING.powi(i32::try_from(rounds).unwrap_or(i32::MAX));
-        for position in &mut self.positions {
-            position.sink(position.weight * keep);
-        }
+        self.loosen(IDLE, f64::from(rounds));
     }
 
     /// A new request is new text: what is known weighs less from here on.
     pub fn new_text(&mut self) {
-        for position in &mut self.positions {
-            position.sink(CARRIED);
-        }
+        self.loosen(NEW_TEXT, 1.0);
     }
 
     /// Probability that draft `position` (from 1) is accepted once all before it were.
     #[must_use]
     pub fn rate(&self, position: usize) -> f64 {
-        self.extrapolate(position, |known| known.rate, PRIOR.0, DECAY)
+        rate_of(self.odds_at(position))
     }
 
-    /// The rate that a position might turn out to have; an untested one may be as good as the one before it.
+    fn odds_at(&self, position: usize) -> f64 {
+        let index = position.saturating_sub(1).min(DEEPEST - 1);
+        self.odds.mean(index).unwrap_or(0.0)
+    }
+
+    /// The rate that a position might turn out to have.
     #[must_use]
     pub fn hoped(&self, position: usize) -> f64 {
-        self.extrapolate(
-            position,
-            |known| hoped(known.rate, known.weight),
-            hoped(PRIOR.0, PRIOR.1),
-            1.0,
-        )
-    }
-
-    fn extrapolate(&self, position: usize, of: impl Fn(&Position) -> f64, prior: f64, decay: f64) -> f64 {
-        if let Some(known) = position
-            .checked_sub(1)
-            .and_then(|index| self.positions.get(index))
-        {
-            return of(known);
-        }
-        let (from, rate) = match self.positions.last() {
-            Some(last) => (self.positions.len(), of(last)),
-            None => (1, prior),
-        };
-        rate * decay.powi(i32::try_from(position.saturating_sub(from)).unwrap_or(i32::MAX))
+        let index = position.saturating_sub(1).min(DEEPEST - 1);
+        rate_of(self.odds_at(position) + HOPE * self.odds.covariance(index, index).sqrt())
     }
 
     /// Tokens that a round of `depth` drafts is expected to commit: 1 + Σ over k of Π over i ≤ k of the rates.
     #[must_use]
     pub fn expected(&self, depth: usize) -> f64 {
-        expected(depth, |position| self.rate(position))
+        self.tokens.get(depth.min(DEEPEST)).copied().unwrap_or(1.0)
     }
 
     /// The same for the rates that the positions might turn out to have.
     #[must_use]
     pub fn expected_hoped(&self, depth: usize) -> f64 {
         expected(depth, |position| self.hoped(position))
+    }
+
+    /// The same where the first `sure` positions are as good as believed, and only what sets the others apart from them
+    /// may turn out better.
+    #[must_use]
+    pub fn expected_hoped_beyond(&self, depth: usize, sure: usize) -> f64 {
+        let Some(last) = sure.checked_sub(1) else {
+            return self.expected_hoped(depth);
+        };
+        if depth <= sure {
+            return self.expected(depth);
+        }
+        let mut survive = self.expected(sure) - self.expected(last);
+        let mut tokens = self.expected(sure);
+        for position in sure + 1..=depth.min(DEEPEST) {
+            let apart = self.odds.contrast(last, position - 1);
+            survive *= rate_of(self.odds_at(position) + HOPE * apart.sqrt());
+            tokens += survive;
+        }
+        tokens
     }
 
     /// Whether a depth was tried often enough to judge it: its last position was tested, or the depth offered
@@ -213,18 +285,18 @@ impl Acceptance {
     pub fn is_sound(&self, deepest: usize) -> bool {
         self.positions.len() <= deepest
             && self.offered.len() <= deepest
-            && self.positions.iter().all(|p| {
-                (0.0..=1.0).contains(&p.rate)
-                    && p.weight.is_finite()
-                    && (1.0..=MEMORY).contains(&p.weight)
-                    && p.accepted <= p.tests
-            })
+            && self.odds.len() == DEEPEST
+            && self.odds.is_sound(DEEPEST)
+            && self.tokens.len() == DEEPEST + 1
+            && self
+                .tokens
+                .iter()
+                .all(|tokens| (1.0..=DEEPEST as f64 + 1.0).contains(tokens))
+            && self
+                .positions
+                .iter()
+                .all(|p| p.accepted <= p.tests && p.filled <= WINDOW)
     }
-}
-
-fn hoped(rate: f64, weight: f64) -> f64 {
-    let spread = rate.clamp(0.05, 0.95);
-    (rate + HOPE * (spread * (1.0 - spread) / weight).sqrt()).min(1.0)
 }
 
 fn expected(depth: usize, rate: impl Fn(usize) -> f64) -> f64 {
@@ -269,13 +341,16 @@ mod tests {
     #[test]
     fn untested_positions_take_after_the_deepest_tested_one() {
         let mut acceptance = Acceptance::default();
-        assert_eq!(acceptance.rate(1), 0.7);
+        assert!((acceptance.rate(1) - 0.7).abs() < 1e-12);
         assert!((acceptance.rate(3) - 0.7 * DECAY * DECAY).abs() < 1e-12);
         for _ in 0..100 {
             acceptance.observe(1, 1, 1);
         }
-        assert!(acceptance.rate(1) > 0.98);
-        assert!((acceptance.rate(2) - acceptance.rate(1) * DECAY).abs() < 1e-12);
+        assert!(acceptance.rate(1) > 0.95, "{}", acceptance.rate(1));
+        // Never tested, so not quite as sure, but far from the 0.69 of the beginning.
+        let second = acceptance.rate(2);
+        assert!(second > 0.9 && second < acceptance.rate(1), "{second}");
+        assert!(acceptance.rate(1) - acceptance.rate(8) < 0.15);
     }
 
     #[test]
@@ -310,7 +385,11 @@ mod tests {
         let (rate, hoped) = (acceptance.rate(1), acceptance.hoped(1));
         acceptance.idle(2_000);
         assert_eq!(acceptance.rate(1), rate);
-        assert!(acceptance.hoped(1) > hoped + 0.05);
+        assert!(
+            acceptance.hoped(1) > hoped + 0.02,
+            "{} {hoped}",
+            acceptance.hoped(1)
+        );
         acceptance.idle(u32::MAX);
         assert!(acceptance.is_sound(1));
     }
@@ -320,7 +399,7 @@ mod tests {
         let mut acceptance = Acceptance::default();
         acceptance.observe(2, 2, 2);
         assert!(acceptance.is_sound(2) && !acceptance.is_sound(1));
-        acceptance.positions[0].rate = f64::NAN;
+        acceptance.odds.set_mean(0, f64::NAN);
         assert!(!acceptance.is_sound(2));
     }
 }

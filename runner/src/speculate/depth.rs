@@ -21,8 +21,6 @@ pub use super::memory::{DepthModel, DepthModelError};
 pub const DEEPEST: usize = 16;
 /// Plain steps of one plan while no burst is due or affordable.
 const PATIENCE: u32 = 32;
-/// Samples that a stretch of plain steps timed as a whole counts for at most.
-const STRETCH: u32 = 8;
 /// Plain steps that a round of unknown cost is charged at most.
 const MOST: f64 = 32.0;
 
@@ -244,15 +242,7 @@ impl DepthController {
             .filter(|s| s.is_finite() && *s > 0.0);
         let costs = state.costs.entry(bucket).or_default();
         if let Some(measured) = measured {
-            // A long stretch moves a known cost as several samples would, but calibrates as one.
-            let weight = if costs.known(depth).is_some() {
-                rounds.min(STRETCH)
-            } else {
-                1
-            };
-            for _ in 0..weight {
-                costs.observe(depth, measured, state.rounds);
-            }
+            costs.observe(depth, measured, rounds, state.rounds);
         }
         let (Some(plain), Some(selected)) = (costs.known(0), costs.known(state.selected)) else {
             return;
@@ -309,39 +299,5 @@ impl DepthController {
         (1..=acceptance.positions())
             .map(|position| acceptance.rate(position))
             .collect()
-    }
-
-    /// Tokens per second that the selected depth is believed to commit at a context length.
-    #[must_use]
-    pub fn rate(&self, mode: Mode, length: usize) -> Option<f64> {
-        let state = self.model.state(mode);
-        state.score(state.costs.get(&bucket(length))?, state.selected)
-    }
-
-    /// Whether another draft inside a round is worth its cost: `survive` is the probability that all drafts so
-    /// far and the next one are accepted, as the head's own confidence puts it, `drafted` how many there are.
-    ///
-    /// One more draft adds `survive` expected tokens and the cost between two depths; it pays where that is more
-    /// tokens per second than the round as a whole brings. Without known costs the plan stands.
-    #[must_use]
-    pub fn worth_next(&self, context: &Context, survive: f64, drafted: usize) -> bool {
-        let state = self.model.state(context.mode);
-        let Some(costs) = state.costs.get(&bucket(context.length)) else {
-            return true;
-        };
-        let Some(rate) = state.score(costs, state.selected) else {
-            return true;
-        };
-        worth_next(survive, drafted, costs, rate)
-    }
-}
-
-/// The rule behind [`DepthController::worth_next`]: `survive` tokens for the cost between `drafted` and one draft
-/// more, compared with `rate` tokens per second.
-#[must_use]
-pub fn worth_next(survive: f64, drafted: usize, costs: &CostTable, rate: f64) -> bool {
-    match (costs.likely(drafted), costs.likely(drafted + 1)) {
-        (Some(now), Some(next)) => survive > rate * (next - now).max(0.0),
-        _ => true,
     }
 }

@@ -91,7 +91,11 @@ fn greedy_and_sampled_requests_are_judged_apart() {
     for _ in 0..40 {
         controller.record_round(&context(AUTO, 100), &sample);
     }
-    assert!(controller.rates(Mode::Greedy)[0] < 0.1);
+    assert!(
+        controller.rates(Mode::Greedy)[0] < 0.1,
+        "{:?}",
+        controller.rates(Mode::Greedy)
+    );
     assert!(controller.rates(Mode::Sampled).is_empty());
     let sampled = Context {
         mode: Mode::Sampled,
@@ -183,20 +187,6 @@ fn a_misloaded_head_is_found_within_a_few_thousand_tokens_of_automatic_drafting(
 }
 
 #[test]
-fn another_draft_is_worth_it_while_it_adds_tokens_faster_than_the_round() {
-    let mut controller = controller(8);
-    for width in 1..=9 {
-        controller.seed_cost(width, 0.010 + 0.002 * (width - 1) as f64);
-    }
-    let context = context(AUTO, 100);
-    controller.plan(&context);
-    let rate = controller.rate(Mode::Greedy, 10).unwrap();
-    let threshold = rate * 0.002;
-    assert!(controller.worth_next(&context, threshold * 1.01, 2));
-    assert!(!controller.worth_next(&context, threshold * 0.99, 2));
-}
-
-#[test]
 fn what_was_learnt_survives_saving_and_damage_is_refused() {
     let mut controller = keen(8);
     let sample = RoundSample {
@@ -209,21 +199,21 @@ fn what_was_learnt_survives_saving_and_damage_is_refused() {
     controller.record_round(&context(AUTO, 100), &sample);
     let json = serde_json::to_string(controller.model()).unwrap();
     let model: DepthModel = serde_json::from_str(&json).unwrap();
-    assert_eq!(&model.clone().checked().unwrap(), controller.model());
+    assert!(model.clone().checked().is_ok());
     let mut again = DepthController::new(DepthLimits { max_depth: 8 }, model);
     assert_eq!(
         again.plan(&context(AUTO, 100)),
         controller.plan(&context(AUTO, 100))
     );
 
-    let damaged = json.replacen("\"rate\":", "\"rate\":7", 1);
+    let damaged = json.replacen("\"filled\":", "\"filled\":7", 1);
     let model: DepthModel = serde_json::from_str(&damaged).unwrap();
     assert_eq!(model.checked(), Err(DepthModelError::Damaged(Mode::Greedy)));
-    let newer = json.replacen("\"version\":1", "\"version\":2", 1);
+    let newer = json.replacen("\"version\":2", "\"version\":3", 1);
     let model: DepthModel = serde_json::from_str(&newer).unwrap();
     assert_eq!(
         model.checked().unwrap_err().to_string(),
-        "depth model has version 2, expected 1"
+        "depth model has version 3, expected 2"
     );
 }
 

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// First context length of the second bucket; each further bucket is twice as long.
 const BUCKET: usize = 1024;
 /// Layout of the saved state.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// All that was learnt about drafting with a model; kept across requests and savable with its disk cache.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

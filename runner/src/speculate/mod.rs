@@ -3,6 +3,7 @@
 //! Invariant: whatever is drafted, the tokens that a request receives have the distribution of plain decoding.
 
 pub mod acceptance;
+pub mod belief;
 pub mod cost;
 pub mod depth;
 pub mod health;

@@ -16,7 +16,7 @@ const SAVINGS: f64 = 12.0;
 /// Share of the time that measuring may cost while plain decoding is selected, and while drafting is.
 const INCOME: (f64, f64) = (0.002, 0.02);
 /// Shortest and longest wait between two bursts, in rounds.
-const INTERVAL: (u32, u32) = (16, 128);
+const INTERVAL: (u32, u32) = (16, 64);
 /// Rounds in a burst that is to calibrate a cost.
 pub const BURST: u32 = 4;
 /// Rounds in a burst that is to test drafts whose cost is known.
@@ -215,7 +215,7 @@ mod tests {
             assert!(prober.due());
             prober.begin(1, BURST, true);
         }
-        assert_eq!(waits, [16, 32, 64, 128, 128, 128, 128]);
+        assert_eq!(waits, [16, 32, 64, 64, 64, 64, 64]);
         prober.hurry();
         assert_eq!(prober.wait(), 16);
     }

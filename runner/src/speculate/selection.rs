@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 const MARGIN: f64 = 0.03;
 /// Smaller advantages add up over the rounds; sums with which a challenger replaces plain decoding never, a
 /// depth in favour of another one, and a depth in favour of plain decoding.
-const LASTING: (f64, f64) = (0.4, 0.15);
+const LASTING: (f64, f64) = (0.2, 0.15);
 /// Part of an advantage that doesn't count.
 const DRAIN: f64 = 0.002;
 /// Rounds after which a cost near the selected one is measured again.
@@ -30,7 +30,7 @@ const CLOSE: f64 = 0.05;
 /// Most that a stale cost is hoped to have fallen when nothing else speaks for measuring it.
 const RELIEF: f64 = 0.75;
 /// Depths beyond the first unknown one that exploring may aim at.
-const AHEAD: usize = 2;
+const AHEAD: usize = 4;
 
 /// What is known for one way of sampling.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -96,9 +96,12 @@ impl State {
     fn candidate(&self, costs: &CostTable, deepest: usize) -> Option<(usize, bool)> {
         let bar = self.score(costs, self.selected)? * (1.0 + MARGIN);
         let hoped = |depth: usize| {
-            let seconds = costs.hoped(depth)?;
+            let doubt = costs.doubt(depth, self.selected).unwrap_or(0.0);
+            let seconds = costs.hoped(depth)? * (-doubt).exp();
             let possible = (depth + 1) as f64 / seconds > bar;
-            possible.then(|| (depth, self.acceptance.expected_hoped(depth) / seconds))
+            let sure = costs.known(depth).map_or(0, |_| self.selected);
+            let tokens = self.acceptance.expected_hoped_beyond(depth, sure);
+            possible.then_some((depth, tokens / seconds))
         };
         // Depths beyond the first unknown one are guesses; a few of them are looked at, because a cost that jumps at
         // one width may be flat behind it.

@@ -174,6 +174,7 @@ const ROUNDS: u64 = 2_000;
 struct Summary {
     near: f64,
     against_best: f64,
+    worst_against_best: f64,
     against_plain: f64,
     worst_against_plain: f64,
 }
@@ -187,6 +188,7 @@ impl World<'_> {
         Summary {
             near: mean(&|run| run.near(self, DEEP, warm)),
             against_best: mean(&Run::loss_against_best),
+            worst_against_best: runs.iter().map(Run::loss_against_best).fold(f64::MIN, f64::max),
             against_plain: mean(&Run::loss_against_plain),
             worst_against_plain: runs.iter().map(Run::loss_against_plain).fold(f64::MIN, f64::max),
         }
@@ -260,7 +262,6 @@ fn where_drafting_pays_the_depth_stays_near_the_optimum() {
         ("even .95", &|_, _| 0.95),
         ("even .7", &|_, _| 0.7),
     ];
-    let mut near = Vec::new();
     for (machine, cost) in costs {
         for (text, accept) in texts {
             for (start, controller) in [
@@ -268,17 +269,14 @@ fn where_drafting_pays_the_depth_stays_near_the_optimum() {
                 ("seeded", &|| seeded(cost)),
             ] {
                 let summary = world(cost, accept).summary(controller, 100);
-                assert!(summary.near > 0.8, "{machine}, {text}, {start}: {summary:?}");
-                near.push(summary.near);
+                assert!(summary.near > 0.95, "{machine}, {text}, {start}: {summary:?}");
                 assert!(
-                    summary.against_best < 0.03,
+                    summary.against_best < 0.015 && summary.worst_against_best < 0.03,
                     "{machine}, {text}, {start}: {summary:?}"
                 );
             }
         }
     }
-    let mean = near.iter().sum::<f64>() / near.len() as f64;
-    assert!(mean > 0.95, "{mean}: {near:?}");
 }
 
 #[test]
@@ -307,8 +305,11 @@ fn where_drafting_never_pays_less_than_a_hundredth_is_lost_in_2000_rounds() {
                     summary.against_plain < 0.01,
                     "{machine}, {rate}, {start}: {summary:?}"
                 );
+                // A single run may be unlucky for long only where drafting loses so little that luck can hide it.
+                let close = world.rate(0, 1) > 0.85 * world.rate(0, 0);
+                let worst = if close { 0.025 } else { 0.0105 };
                 assert!(
-                    summary.worst_against_plain < 0.025,
+                    summary.worst_against_plain < worst,
                     "{machine}, {rate}, {start}: {summary:?}"
                 );
             }
@@ -393,4 +394,55 @@ fn a_machine_that_slows_down_as_a_whole_keeps_its_depth() {
     );
     assert!(run.loss_against_best() < 0.03, "{}", run.loss_against_best());
     assert!(run.near(&calm, DEEP, 0) > 0.9);
+}
+
+/// A machine on which everything takes `factor(round)` as long as on the day it was measured at load.
+fn changing(factor: &dyn Fn(u64) -> f64, accept: Accept<'_>, cost: Cost<'_>, seed: u64) -> f64 {
+    let mut controller = seeded(cost);
+    let mut losses = 0.0;
+    let mut rounds = 0.0;
+    let mut from = 0;
+    while from < ROUNDS {
+        let now = factor(from);
+        let to = (from + 1..ROUNDS)
+            .find(|&round| factor(round) != now)
+            .unwrap_or(ROUNDS);
+        let slow = |depth: usize| now * cost(depth);
+        let world = World {
+            first: 1.0,
+            ..world(&slow, accept)
+        };
+        let run = drive(&mut controller, &world, to - from, seed);
+        losses += run.loss_against_best() * (to - from) as f64;
+        rounds += (to - from) as f64;
+        from = to;
+    }
+    losses / rounds
+}
+
+#[test]
+fn seeds_follow_a_machine_that_slows_after_they_were_measured() {
+    // The field report: a depth measured while the machine was slow passed its error on to the seeds of all others, which
+    // looked too dear from then on, so that nobody ever measured them.
+    let slower = |_: u64| 1.7;
+    let for_a_while = |round: u64| if round < 60 { 2.0 } else { 1.0 };
+    let later = |round: u64| if (20..400).contains(&round) { 2.0 } else { 1.0 };
+    let faster = |_: u64| 0.6;
+    let texts: [(&str, Accept<'_>); 2] = [("fading", &fading), ("even .95", &|_, _| 0.95)];
+    let costs: [(&str, Cost<'_>); 3] = [("flat", &flat), ("steep", &steep), ("rising", &rising)];
+    let speeds: [(&str, &dyn Fn(u64) -> f64); 4] = [
+        ("slower", &slower),
+        ("for a while", &for_a_while),
+        ("later", &later),
+        ("faster", &faster),
+    ];
+    for (text, accept) in texts {
+        for (machine, cost) in costs {
+            for (speed, factor) in speeds {
+                let losses: Vec<f64> = (0..6).map(|seed| changing(factor, accept, cost, seed)).collect();
+                let worst = losses.iter().copied().fold(f64::MIN, f64::max);
+                assert!(worst < 0.03, "{machine}, {text}, {speed}: {losses:?}");
+            }
+        }
+    }
 }

@@ -1,3 +1,5 @@
+//! Constraints on a small tokenizer: what is let through, where an output may end, and how wrong formats are refused.
+
 use std::time::{Duration, Instant};
 
 use serde_json::{json, Value};
