@@ -6,11 +6,11 @@ use mlx_rs::error::Result;
 use mlx_rs::{Array, Dtype};
 
 use super::dist::{Dist, Draws, Plan, RowHistory, Rows, LONGEST_LIST};
-use super::kernel::{cpu_op, Inputs, Output, Outputs};
 use super::logprobs::pick_rows;
 use super::options::{Filter, PenaltyOptions, Shape};
 use super::rng::RowKey;
 use super::row::{self, Candidate};
+use crate::mlx::cpu::kernel::{cpu_op, Inputs, Output, Outputs};
 use crate::mlx::ops::cast;
 
 /// Where a kernel finds what changes its logits.

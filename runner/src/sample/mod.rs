@@ -8,7 +8,6 @@ pub mod constraint;
 mod dist;
 mod fused;
 mod graph;
-mod kernel;
 mod logprobs;
 mod noise;
 pub mod options;

@@ -9,5 +9,6 @@
 pub mod attention;
 pub mod delta;
 pub mod elementwise;
+pub(crate) mod kernel;
 pub mod op;
 pub mod simd;

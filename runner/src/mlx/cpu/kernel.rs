@@ -12,7 +12,8 @@ use mlx_rs::{Array, Dtype};
 use crate::mlx::ops::{arrays_op, ArrayVector};
 
 /// An output's type and shape.
-pub(super) enum Output {
+#[derive(Debug)]
+pub(crate) enum Output {
     Floats(Vec<i32>),
     Ints(Vec<i32>),
     /// Float32 that starts as a copy of an input, in that input's own buffer where nothing else holds it.
@@ -56,17 +57,17 @@ struct Buffer {
 }
 
 /// A kernel's inputs, by index.
-pub(super) struct Inputs(Vec<Buffer>);
+pub(crate) struct Inputs(Vec<Buffer>);
 
 impl Inputs {
-    pub(super) fn floats(&self, index: usize) -> &[f32] {
+    pub(crate) fn floats(&self, index: usize) -> &[f32] {
         let buffer = &self.0[index];
         assert_eq!(buffer.dtype, Dtype::Float32, "input {index}");
         // SAFETY: MLX hands a row-contiguous buffer of the declared size and type, alive for the length of the kernel.
         unsafe { std::slice::from_raw_parts(buffer.data.cast(), buffer.size) }
     }
 
-    pub(super) fn ints(&self, index: usize) -> &[i32] {
+    pub(crate) fn ints(&self, index: usize) -> &[i32] {
         let buffer = &self.0[index];
         assert_eq!(buffer.dtype, Dtype::Int32, "input {index}");
         // SAFETY: as for `floats`.
@@ -75,7 +76,7 @@ impl Inputs {
 }
 
 /// A kernel's outputs, taken in order, each once.
-pub(super) struct Outputs(std::vec::IntoIter<Buffer>);
+pub(crate) struct Outputs(std::vec::IntoIter<Buffer>);
 
 impl Outputs {
     fn next(&mut self, dtype: Dtype) -> Buffer {
@@ -84,14 +85,14 @@ impl Outputs {
         buffer.unwrap_or_else(|| panic!("the kernel takes an output of {dtype:?} that it didn't declare"))
     }
 
-    pub(super) fn floats<'a>(&mut self) -> &'a mut [f32] {
+    pub(crate) fn floats<'a>(&mut self) -> &'a mut [f32] {
         let buffer = self.next(Dtype::Float32);
         // SAFETY: as for inputs; every output has a buffer of its own and is handed out once. One that took over an input's
         // buffer is never read through `Inputs` as well.
         unsafe { std::slice::from_raw_parts_mut(buffer.data.cast(), buffer.size) }
     }
 
-    pub(super) fn ints<'a>(&mut self) -> &'a mut [i32] {
+    pub(crate) fn ints<'a>(&mut self) -> &'a mut [i32] {
         let buffer = self.next(Dtype::Int32);
         // SAFETY: as for `floats`.
         unsafe { std::slice::from_raw_parts_mut(buffer.data.cast(), buffer.size) }
@@ -144,7 +145,7 @@ unsafe extern "C" fn free(ctx: *mut c_void) {
 }
 
 /// Adds `run` to the graph; `N` is the number of outputs.
-pub(super) fn cpu_op<const N: usize>(
+pub(crate) fn cpu_op<const N: usize>(
     name: &'static CStr,
     inputs: &[&Array],
     outputs: [Output; N],
