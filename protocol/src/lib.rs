@@ -61,6 +61,8 @@
 //!   to mode `fixed`, which needs it; `max_depth` holds for every mode. A `seed` is any integer of 64 bits, negative ones
 //!   included.
 //! - `format`: an object that has a member `grammar` or `regex` is that and nothing else; every other object is a JSON Schema.
+//!   Between two tokens of JSON stands nothing, one space, or a new line with at most 32 blanks; a schema's own `x-guidance`
+//!   object (llguidance's options, such as `whitespace_flexible`) overrides that.
 //! - `top_logprobs` above 0 asks for log-probabilities by itself; together with `"logprobs":false` it is refused.
 //! - `images` and the other fields are checked for their type here; what only the model can tell (a picture that can't be
 //!   decoded, a schema that can't be compiled, an id outside the vocabulary, an empty prompt) is answered later, with

@@ -19,8 +19,9 @@ const KNOWN_FORMATS: [&str; 10] = [
     "uri",
 ];
 
-/// Blank space allowed between two JSON tokens: enough to write indented JSON, too little for a model to loop in.
-const BLANKS: &str = r"(\r?\n)?[ \t]{0,64}";
+/// Blank space allowed between two JSON tokens: one space, or a new line with its indentation. So both compact and indented
+/// JSON can be written, and no sampled run of blanks can use up the budget.
+const BLANKS: &str = r"( |\r?\n[ \t]{0,32})?";
 
 /// Keywords whose values are data, not schemas.
 const DATA: [&str; 5] = ["const", "enum", "default", "example", "examples"];
