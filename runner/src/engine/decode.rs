@@ -61,17 +61,32 @@ pub(super) fn waiting() {
     WAITS.with(|waits| waits.set(waits.get() + 1));
 }
 
-/// One dispatched step of plain decoding.
-struct Step {
+/// A forward over one token that is under way.
+struct Forward {
     ids: Array,
     hidden: Array,
-    rows: Rows,
-    /// The caches before this step.
+    logits: Array,
+    /// The caches before it.
     before: Mark,
-    /// Position of the token that it draws.
+    /// Position of the token that comes of it.
     position: u64,
+}
+
+/// One dispatched step of plain decoding.
+struct Step {
+    forward: Forward,
+    rows: Rows,
     /// Log-probabilities, where wanted.
     scores: Option<Logprobs>,
+}
+
+/// What goes on while a token is read.
+enum Ahead {
+    Nothing,
+    /// The next step, which needs no look at the token.
+    Step(Step),
+    /// The next forward; a constraint has to see the token before the next one is chosen.
+    Forward(Forward),
 }
 
 /// Token ids as the batch wants them, [1, n].
@@ -86,73 +101,93 @@ impl Decoding<'_> {
         self.caches.bytes() + self.drafter.as_ref().map_or(0, Drafter::bytes)
     }
 
-    fn dispatch(&mut self, ids: Array) -> Result<Step, Refusal> {
+    fn forward(&mut self, ids: Array) -> Result<Forward, Refusal> {
         let before = self.caches.mark();
         let slot = self.caches.offset();
         let hidden = self
             .model
             .forward(&Batch::text(&ids, slot + self.delta), &mut self.caches)?;
         let logits = self.model.unembed(&hidden)?;
-        let position = slot as u64 + 1;
         let logits = logits.reshape(&[1, logits.dim(2)])?;
+        if self.constraint.is_some() {
+            // The device computes while the grammar says what may come.
+            async_eval([&logits, &hidden])?;
+        }
+        Ok(Forward {
+            ids,
+            hidden,
+            logits,
+            before,
+            position: slot as u64 + 1,
+        })
+    }
+
+    fn choose(&mut self, forward: Forward) -> Result<Step, Refusal> {
+        let Forward {
+            logits,
+            hidden,
+            position,
+            ..
+        } = &forward;
         let mask = match &mut self.constraint {
-            Some(constraint) => {
-                // The device computes while the grammar says what may come.
-                async_eval([&logits])?;
-                Some(self.sampler.mask(&[Some(constraint.mask()?)]))
-            }
+            Some(constraint) => Some(self.sampler.mask(&[Some(constraint.mask()?)])),
             None => None,
         };
-        let rows = self.sampler.next(&logits, position, mask.as_ref())?;
+        let rows = self.sampler.next(logits, *position, mask.as_ref())?;
         let scores = match self.emitter.logprobs() {
-            Some(top) => Some(self.sampler.logprobs(&logits, &rows.picks(), top)?),
+            Some(top) => Some(self.sampler.logprobs(logits, &rows.picks(), top)?),
             None => None,
         };
         let beside = scores.iter().flat_map(Logprobs::arrays);
-        async_eval([&rows.choice, &rows.peak, &hidden].into_iter().chain(beside))?;
+        async_eval([&rows.choice, &rows.peak, hidden].into_iter().chain(beside))?;
         Ok(Step {
-            ids,
-            hidden,
+            forward,
             rows,
-            before,
-            position,
             scores,
         })
     }
 
-    /// Decodes up to `steps` tokens, at least one, each step dispatched before the one before it is read.
+    fn dispatch(&mut self, ids: Array) -> Result<Step, Refusal> {
+        let forward = self.forward(ids)?;
+        self.choose(forward)
+    }
+
+    /// Decodes up to `steps` tokens, at least one, each forward dispatched before the token before it is read.
     ///
-    /// The step under way when the generation ends is undone: its token belongs to nobody.
+    /// The forward under way when the generation ends is undone: its token belongs to nobody.
     pub fn plain(
         &mut self,
         steps: u32,
         outbox: &Outbox,
         cancelled: impl Fn() -> bool,
     ) -> Result<Option<Finish>, Refusal> {
-        let mut ahead = self.dispatch(ids_array(&[self.current]))?;
+        let mut step = self.dispatch(ids_array(&[self.current]))?;
         for left in (0..steps.max(1)).rev() {
-            // The last step of the budget needs no successor, and a constraint has to see each token before the next.
-            let more = left > 0 && self.emitter.remaining() > 1 && self.constraint.is_none();
-            let next = if more {
-                self.sampler.commit_pending(&ahead.rows.choice)?;
-                let ids = ahead.rows.choice.reshape(&[1, 1])?;
-                Some(self.dispatch(ids)?)
+            // The last step of the budget needs no successor.
+            let ahead = if left == 0 || self.emitter.remaining() <= 1 {
+                Ahead::Nothing
             } else {
-                None
+                let ids = step.rows.choice.reshape(&[1, 1])?;
+                if self.constraint.is_some() {
+                    Ahead::Forward(self.forward(ids)?)
+                } else {
+                    self.sampler.commit_pending(&step.rows.choice)?;
+                    Ahead::Step(self.dispatch(ids)?)
+                }
             };
             waiting();
-            let token = ahead.rows.read(ahead.position)?;
-            match next {
-                Some(_) => self.sampler.confirm(token),
-                None => self.sampler.commit(&[token])?,
+            let token = step.rows.read(step.forward.position)?;
+            match ahead {
+                Ahead::Step(_) => self.sampler.confirm(token),
+                _ => self.sampler.commit(&[token])?,
             }
             self.consumed.push(self.current);
             if let Some(drafter) = &mut self.drafter {
-                drafter.observe(&ahead.ids, &ahead.hidden, &self.caches)?;
+                drafter.observe(&step.forward.ids, &step.forward.hidden, &self.caches)?;
             }
             self.current = token;
             self.stats.plain();
-            let scores = match &ahead.scores {
+            let scores = match &step.scores {
                 Some(scores) => scores.read([token])?,
                 None => Vec::new(),
             };
@@ -160,15 +195,18 @@ impl Decoding<'_> {
             self.emitter.send(outbox);
             let finish = finish.or_else(|| cancelled().then_some(Finish::Cancelled));
             if finish.is_some() {
-                if let Some(next) = next {
-                    self.caches.reset(next.before);
+                match ahead {
+                    Ahead::Nothing => {}
+                    Ahead::Step(Step { forward, .. }) | Ahead::Forward(forward) => {
+                        self.caches.reset(forward.before);
+                    }
                 }
                 return Ok(finish);
             }
-            ahead = match next {
-                Some(next) => next,
-                None if left > 0 && self.constraint.is_some() => self.dispatch(ids_array(&[token]))?,
-                None => return Ok(None),
+            step = match ahead {
+                Ahead::Nothing => return Ok(None),
+                Ahead::Step(step) => step,
+                Ahead::Forward(forward) => self.choose(forward)?,
             };
         }
         Ok(None)
@@ -186,21 +224,33 @@ impl Decoding<'_> {
         Ok(finish)
     }
 
-    /// Cuts drafts where the constraint forbids one, and makes the rows' masks. Costs constrained requests one more read.
-    fn legal(&mut self, mut drafts: Vec<Draft>) -> Result<(Vec<Draft>, Option<Array>), Refusal> {
+    /// Cuts drafts where the constraint forbids one, and says which are left, where it had to know. Costs constrained
+    /// requests one more read.
+    fn legal(&mut self, mut drafts: Vec<Draft>) -> Result<(Vec<Draft>, Vec<u32>), Refusal> {
         let Some(constraint) = &mut self.constraint else {
-            return Ok((drafts, None));
+            return Ok((drafts, Vec::new()));
         };
         waiting();
         eval(drafts.iter().map(Draft::ids))?;
-        let ids: Vec<u32> = drafts
+        let mut ids: Vec<u32> = drafts
             .iter()
             .map(|draft| draft.ids().item_cast::<i32>() as u32)
             .collect();
-        let rows = constraint.masks_along(&ids)?;
-        drafts.truncate(rows.legal);
-        let words: Vec<Option<&[u32]>> = (0..=rows.legal).map(|row| Some(rows.row(row))).collect();
-        Ok((drafts, Some(self.sampler.mask(&words))))
+        let legal = constraint.accepts_prefix(&ids)?;
+        drafts.truncate(legal);
+        ids.truncate(legal);
+        Ok((drafts, ids))
+    }
+
+    /// The masks of the rows of a forward over the current token and `drafts`, made while the device computes `logits`.
+    fn masks(&mut self, drafts: &[u32], logits: &Array) -> Result<Option<Array>, Refusal> {
+        let Some(constraint) = &mut self.constraint else {
+            return Ok(None);
+        };
+        async_eval([logits])?;
+        let rows = constraint.masks_along(drafts)?;
+        let words: Vec<Option<&[u32]>> = (0..=drafts.len()).map(|row| Some(rows.row(row))).collect();
+        Ok(Some(self.sampler.mask(&words)))
     }
 
     /// One round: drafts, one forward over the current token and the drafts, one read, rollback to what stands. A plain step
@@ -217,7 +267,7 @@ impl Decoding<'_> {
             return self.plain(1, outbox, || false);
         }
         let proposed = drafts.len();
-        let (drafts, masks) = self.legal(drafts)?;
+        let (drafts, legal) = self.legal(drafts)?;
         let mut parts = vec![current];
         for draft in &drafts {
             parts.push(draft.ids().reshape(&[1, -1])?);
@@ -231,6 +281,7 @@ impl Decoding<'_> {
         let logits = self.model.unembed(&hidden)?;
         let rows = logits.dim(1);
         let logits = logits.reshape(&[rows, logits.dim(2)])?;
+        let masks = self.masks(&legal, &logits)?;
         let verdict = self.sampler.verify(&logits, position, &drafts, masks.as_ref())?;
         let scores = match self.emitter.logprobs() {
             Some(top) => Some(self.sampler.logprobs(&logits, &verdict.picks(), top)?),
@@ -285,6 +336,15 @@ impl Decoding<'_> {
     }
 }
 
+#[cfg(test)]
+#[path = "acceptance_tests.rs"]
+mod acceptance_tests;
+#[cfg(test)]
+#[path = "plain_tests.rs"]
+mod plain_tests;
+#[cfg(test)]
+#[path = "decode_support.rs"]
+mod support;
 #[cfg(test)]
 #[path = "decode_tests.rs"]
 mod tests;
