@@ -71,19 +71,21 @@ fn memory_comes_from_idle_prefixes_first_and_then_the_request_ends_with_an_error
 }
 
 /// A copy of the trained model in which the embedding of one token is no number, and the output's row of it is sound.
-fn poisoned(token: usize) -> TempDir {
+fn poisoned(token: usize) -> Result<TempDir, Box<dyn std::error::Error>> {
     const SHARD: &str = "model-00001-of-00002.safetensors";
     const EMBEDDING: &str = "model.language_model.embed_tokens.weight";
-    let copy = tempfile::tempdir().unwrap();
-    for entry in fs::read_dir(model()).unwrap() {
-        let path = entry.unwrap().path();
-        fs::copy(&path, copy.path().join(path.file_name().unwrap())).unwrap();
+    let copy = tempfile::tempdir()?;
+    for entry in fs::read_dir(model())? {
+        let path = entry?.path();
+        fs::copy(&path, copy.path().join(path.file_name().unwrap_or_default()))?;
     }
-    let read_json = |path: &Path| -> Value { serde_json::from_slice(&fs::read(path).unwrap()).unwrap() };
+    let read_json = |path: &Path| -> Result<Value, Box<dyn std::error::Error>> {
+        Ok(serde_json::from_slice(&fs::read(path)?)?)
+    };
     let shard = copy.path().join(SHARD);
-    let mut bytes = fs::read(&shard).unwrap();
-    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-    let entry = serde_json::from_slice::<Value>(&bytes[8..8 + header]).unwrap()[EMBEDDING].clone();
+    let mut bytes = fs::read(&shard)?;
+    let header = u64::from_le_bytes(bytes[..8].try_into()?) as usize;
+    let entry = serde_json::from_slice::<Value>(&bytes[8..8 + header])?[EMBEDDING].clone();
     assert_eq!(entry["dtype"], "BF16");
     let at = |index: usize| 8 + header + number(&entry["data_offsets"][index]) as usize;
     let table = bytes[at(0)..at(1)].to_vec();
@@ -91,30 +93,30 @@ fn poisoned(token: usize) -> TempDir {
     for half in bytes[at(0) + token * row..][..row].chunks_exact_mut(2) {
         half.copy_from_slice(&0x7fc0u16.to_le_bytes());
     }
-    fs::write(&shard, bytes).unwrap();
+    fs::write(&shard, bytes)?;
 
     let head = json!({"lm_head.weight": {
         "dtype": "BF16", "shape": entry["shape"], "data_offsets": [0, table.len()],
     }});
     let head = head.to_string().into_bytes();
     let file = [&(head.len() as u64).to_le_bytes()[..], &head, &table].concat();
-    fs::write(copy.path().join("head.safetensors"), file).unwrap();
+    fs::write(copy.path().join("head.safetensors"), file)?;
     let index = copy.path().join("model.safetensors.index.json");
-    let mut map = read_json(&index);
+    let mut map = read_json(&index)?;
     map["weight_map"]["lm_head.weight"] = json!("head.safetensors");
-    fs::write(&index, map.to_string()).unwrap();
+    fs::write(&index, map.to_string())?;
     let config = copy.path().join("config.json");
-    let mut settings = read_json(&config);
+    let mut settings = read_json(&config)?;
     settings["tie_word_embeddings"] = json!(false);
     settings["text_config"]["tie_word_embeddings"] = json!(false);
-    fs::write(&config, settings.to_string()).unwrap();
-    copy
+    fs::write(&config, settings.to_string())?;
+    Ok(copy)
 }
 
 #[test]
 fn logits_that_are_no_numbers_leave_nothing_to_resume_from() {
     const POISON: u64 = 3000;
-    let dir = poisoned(POISON as usize);
+    let dir = poisoned(POISON as usize).unwrap();
     let process = Process::runner_of(dir.path(), &["--cpu", "--draft", "3"]);
     let mut session = Session::of(process, "greedy");
     let other = session.encode(&words(1, 30));

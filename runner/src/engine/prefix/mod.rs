@@ -338,7 +338,8 @@ impl Prefixes {
     pub fn make_room(&mut self, bytes: u64) -> bool {
         let rested = self.resting.take().map_or(0, |resting| resting.bytes());
         self.count_live();
-        rested > 0 && rested >= bytes || self.cache.make_room(&mut Mover, bytes - rested) || rested > 0
+        let made = rested < bytes && self.cache.make_room(&mut Mover, bytes - rested);
+        made || rested > 0
     }
 
     /// Forgets everything, disk included.
