@@ -2,6 +2,7 @@
 //!
 //! Invariant: a row's result depends only on the row and the slots up to its own, never on the other rows of the call.
 
+use super::attention_tiles as tiles;
 use super::elementwise::{norm_row, rotate};
 use super::simd::{dot, exp, for_each, madd, multiversion, sigmoid, Shared, LANES};
 
@@ -151,6 +152,58 @@ multiversion! {
     fn apply_gate(gate: &[f32], o: &mut [f32]) = gate_body;
 }
 
+/// Rows up to which each is computed by itself: decode and verification, where a row must not depend on the others in the
+/// least.
+const FEW_ROWS: usize = 16;
+
+/// Rows whose queries share a pass over keys and values.
+const TILE_ROWS: usize = 32;
+
+/// [`run`] for many rows: one tile takes some rows of all heads that share keys and values.
+fn run_tiles(
+    heads: Heads,
+    packed: &[f32],
+    queries: &[f32],
+    (keys, values): (&[f32], &[f32]),
+    before: usize,
+    out: &Shared,
+) {
+    let (h, kv, d) = (heads.query, heads.kv, heads.dim);
+    let rows = queries.len() / (h * d);
+    let capacity = keys.len() / (kv * d);
+    let scale = (d as f32).powf(-0.5);
+    let group = h / kv;
+    let blocks = rows.div_ceil(TILE_ROWS);
+    for_each(blocks * kv, rows * h * (before + rows) * d * 2, |index| {
+        // The longest tiles first, so that no thread is left with one at the end.
+        let (block, j) = (blocks - 1 - index / kv, index % kv);
+        let tile = block * TILE_ROWS..rows.min((block + 1) * TILE_ROWS);
+        let places: Vec<(usize, usize)> = tile
+            .flat_map(|t| (j * group..(j + 1) * group).map(move |i| (t, i)))
+            .collect();
+        let q: Vec<f32> = places
+            .iter()
+            .flat_map(|(t, i)| queries[(t * h + i) * d..][..d].iter().map(|x| x * scale))
+            .collect();
+        let limits: Vec<usize> = places.iter().map(|(t, _)| before + t + 1).collect();
+        let mut o = vec![0f32; q.len()];
+        let at = j * capacity * d;
+        tiles::attend(
+            &q,
+            &limits,
+            &keys[at..][..capacity * d],
+            &values[at..][..capacity * d],
+            &mut o,
+        );
+        for ((t, i), o) in places.iter().zip(o.chunks_exact(d)) {
+            // SAFETY: each head of each row is written by one call only.
+            let y = unsafe { out.slice((t * h + i) * d, d) };
+            y.copy_from_slice(o);
+            apply_gate(&packed[t * heads.packed() + i * 2 * d + d..][..d], y);
+        }
+    });
+}
+
 /// Attention of L rows whose last slot is `before + row`; keys and values [KV, capacity, D], queries [L, H, D], gates taken
 /// from the packed rows; y [L, H * D].
 pub fn run(
@@ -167,6 +220,10 @@ pub fn run(
     let capacity = keys.len() / (kv * d);
     let scale = (d as f32).powf(-0.5);
     let out = Shared::new(y);
+    if rows > FEW_ROWS && tiles::takes(d) {
+        run_tiles(heads, packed, queries, (keys, values), before, &out);
+        return;
+    }
     for_each(rows * h, rows * h * (before + rows) * d * 2, |index| {
         let (t, i) = (index / h, index % h);
         let at = (i / (h / kv)) * capacity * d;

@@ -7,6 +7,7 @@
 //! models that overhead exceeds the arithmetic.
 
 pub mod attention;
+mod attention_tiles;
 pub mod delta;
 pub mod elementwise;
 pub(crate) mod kernel;
