@@ -1,3 +1,5 @@
+//! Lines of any length, encoding and ending, and what is left of a broken one.
+
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read, Write};
 

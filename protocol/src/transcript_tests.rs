@@ -1,3 +1,5 @@
+//! Transcripts: what is written is read again, other versions are refused.
+
 use serde_json::json;
 
 use super::*;

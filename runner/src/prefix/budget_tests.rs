@@ -1,3 +1,5 @@
+//! Eviction and thinning: what goes first, and what never goes.
+
 use super::*;
 use crate::prefix::fake::{keys, put, Fake, FakePayloads, PER_KEY, PER_POINT};
 use crate::prefix::payload::Payloads;

@@ -1,3 +1,5 @@
+//! Where restore points are planned in a prompt.
+
 use super::*;
 use proptest::prelude::*;
 

@@ -1,3 +1,5 @@
+//! The trie against a plain set of sequences.
+
 use super::*;
 use crate::prefix::fake::{keys, put, Fake, FakePoint, FakeSegment, PER_KEY, PER_POINT};
 use crate::prefix::trie_view::NodeView;

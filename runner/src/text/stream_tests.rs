@@ -1,3 +1,5 @@
+//! Any grouping of tokens gives the same text, and stop strings never show.
+
 use proptest::prelude::*;
 
 use super::super::test_support::tiny;

@@ -1,3 +1,5 @@
+//! Chat templates: what the publishers use, and what a broken one says.
+
 use super::super::test_support::{fixture_dir, tiny};
 use super::super::tokenizer::Bos;
 use super::*;

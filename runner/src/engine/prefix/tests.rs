@@ -1,3 +1,5 @@
+//! What the cache holds of real state: bytes, restores and moves between tiers.
+
 use std::cell::RefCell;
 
 use mlx_rs::transforms::eval;

@@ -13,7 +13,7 @@ const TOGETHER: usize = 4;
 
 /// Whether heads of this width are taken: whole vectors only.
 pub fn takes(dim: usize) -> bool {
-    dim % LANES == 0
+    dim.is_multiple_of(LANES)
 }
 
 /// Scratch of one tile.

@@ -1,3 +1,5 @@
+//! The disk tier: damage, foreign files, a full medium, two stores in one directory.
+
 use super::*;
 use crate::prefix::fake::{keys, point_name as point, segment_name as segment};
 use crate::prefix::key::path_hash;
