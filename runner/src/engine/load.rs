@@ -17,7 +17,6 @@ use super::Settings;
 use crate::host::latch::Latch;
 use crate::host::outbox::Outbox;
 use crate::image::ImageRules;
-use crate::mlx::delta::DeltaShape;
 use crate::mlx::gpu::check::Constants;
 use crate::mlx::{gpu, memory, Backend, Path};
 use crate::model::checkpoint::Checkpoint;
@@ -25,7 +24,7 @@ use crate::model::config::ModelConfig;
 use crate::model::error::{LoadError, LoadErrorKind};
 use crate::model::plan::{plan, Plan, PlanOptions, VisionStatus};
 use crate::model::quant::ModuleQuant;
-use crate::model::qwen3_5::{load, Qwen35};
+use crate::model::qwen3_5::{delta, load, Qwen35};
 use crate::model::weights::{memory_bytes, ModelError, Precision, Weights};
 use crate::model::Model as _;
 use crate::prefix::disk::{DiskConfig, DiskStore, FingerprintBuilder};
@@ -224,15 +223,8 @@ fn kernel_constants(plan: &Plan, config: &ModelConfig) -> Constants {
         ModuleQuant::Affine { bits: 4, group } => Some(group as i32),
         _ => None,
     });
-    let delta = &config.delta;
     Constants {
-        delta: DeltaShape {
-            key_heads: delta.key_heads as i32,
-            value_heads: delta.value_heads as i32,
-            key_dim: delta.key_dim as i32,
-            value_dim: delta.value_dim as i32,
-            taps: delta.conv_kernel as i32,
-        },
+        delta: delta::shape(&config.delta),
         heads: gpu::Heads {
             query: config.heads as i32,
             kv: config.kv_heads as i32,

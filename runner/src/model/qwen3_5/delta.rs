@@ -8,12 +8,24 @@ use mlx_rs::{Array, Dtype};
 
 use super::norm::{RmsNorm, Stream};
 use crate::cache::{RecurrentCache, RecurrentState, StateRows};
-use crate::mlx::delta::{cpu_net, gpu_net, graph_net, DeltaInput, DeltaParams, Keep};
+use crate::mlx::delta::{cpu_net, gpu_net, graph_net, DeltaInput, DeltaParams, DeltaShape, Keep};
 use crate::mlx::{ops, Path};
+use crate::model::config::DeltaConfig;
 use crate::model::linear::{Linear, Packed};
 
 /// Rows from which a conv tail is copied out instead of pinning the forward's whole input.
 const COMPACT_FROM: i32 = 32;
+
+/// Heads and widths as the config has them.
+pub fn shape(delta: &DeltaConfig) -> DeltaShape {
+    DeltaShape {
+        key_heads: delta.key_heads as i32,
+        value_heads: delta.value_heads as i32,
+        key_dim: delta.key_dim as i32,
+        value_dim: delta.value_dim as i32,
+        taps: delta.conv_kernel as i32,
+    }
+}
 
 /// One gated-delta-net mixer.
 #[derive(Debug)]

@@ -10,12 +10,12 @@ use mlx_rs::transforms::eval;
 use mlx_rs::Array;
 
 use super::attention::Attention;
-use super::delta::DeltaLayer;
+use super::delta::{self, DeltaLayer};
 use super::mlp::{Mlp, SwiGlu};
 use super::norm::RmsNorm;
 use super::rope::Rope;
 use super::{Layer, Mixer, MtpHead, Qwen35, Vocabulary};
-use crate::mlx::delta::{DeltaParams, DeltaShape};
+use crate::mlx::delta::DeltaParams;
 use crate::mlx::Path;
 use crate::model::config::{LayerKind, ModelConfig};
 use crate::model::layout::{self, Projections};
@@ -148,14 +148,7 @@ impl Builder<'_, '_> {
     }
 
     fn delta(&self, path: &str) -> Result<DeltaLayer> {
-        let delta = &self.config.delta;
-        let shape = DeltaShape {
-            key_heads: delta.key_heads as i32,
-            value_heads: delta.value_heads as i32,
-            key_dim: delta.key_dim as i32,
-            value_dim: delta.value_dim as i32,
-            taps: delta.conv_kernel as i32,
-        };
+        let shape = delta::shape(&self.config.delta);
         // Both layouts ([C, 1, taps] and [C, taps, 1]) hold the taps of a channel side by side.
         let conv = self
             .weights
