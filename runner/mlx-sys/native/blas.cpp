@@ -1,7 +1,12 @@
 // The three BLAS functions that libmlx imports. The wheel's own are the single-threaded reference implementation;
 // defined in the executable, these come first in symbol lookup. They go to OpenBLAS, all but a few rows times a
 // transposed matrix, where packing costs more than the product.
+//
+// OpenBLAS computes on the thread that calls it, and large products are cut here: its own threads stay awake for 27 ms
+// after each product, on processors that the model's other operations need.
 
+#include <algorithm>
+#include <cstddef>
 #include <vector>
 
 #include "skinny.h"
@@ -22,7 +27,55 @@ void scipy_cblas_dgemm(
 void scipy_cblas_cgemm(
     int, int, int, int, int, int, const void*, const void*, int, const void*, int, const void*, void*, int);
 int scipy_openblas_get_num_threads();
+void scipy_openblas_set_num_threads(int);
+}
 
+namespace {
+// As many threads as OpenBLAS would have used, by its own variables and the number of processors.
+int threads() {
+  static const int count = [] {
+    int wanted = scipy_openblas_get_num_threads();
+    scipy_openblas_set_num_threads(1);
+    return wanted;
+  }();
+  return count;
+}
+
+// A product by OpenBLAS, row-major, cut along the larger of its outer dimensions: the other operand is packed once a part.
+void packed_sgemm(
+    int transa, int transb, int m, int n, int k, float alpha,
+    const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
+  // Less than this many multiplications, some 20 microseconds, isn't worth a second thread.
+  constexpr double kPart = 1 << 19;
+  // Whole register tiles of any of OpenBLAS's kernels.
+  constexpr int kStep = 48;
+  bool by_columns = n >= m;
+  int extent = by_columns ? n : m;
+  double work = static_cast<double>(m) * n * k;
+  // Twice as many parts as threads, so that one which is held up doesn't keep the rest waiting for long.
+  int parts = static_cast<int>(std::min(work / kPart, 2.0 * threads()));
+  if (threads() < 2 || parts < 2) {
+    scipy_cblas_sgemm(kRowMajor, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    return;
+  }
+  int width = (extent / parts + kStep - 1) / kStep * kStep;
+  parts = (extent + width - 1) / width;
+  skinny::pool().run(std::min(threads(), parts), parts, [&](int part) {
+    std::ptrdiff_t begin = static_cast<std::ptrdiff_t>(part) * width;
+    int size = std::min(width, extent - part * width);
+    if (by_columns) {
+      const float* columns = b + (transb == kNoTrans ? begin : begin * ldb);
+      scipy_cblas_sgemm(kRowMajor, transa, transb, m, size, k, alpha, a, lda, columns, ldb, beta, c + begin, ldc);
+    } else {
+      const float* rows = a + (transa == kNoTrans ? begin * lda : begin);
+      scipy_cblas_sgemm(
+          kRowMajor, transa, transb, size, n, k, alpha, rows, lda, b, ldb, beta, c + begin * ldc, ldc);
+    }
+  });
+}
+} // namespace
+
+extern "C" {
 #define EXPORT __attribute__((visibility("default"), used))
 
 EXPORT void cblas_sgemm(
@@ -46,12 +99,16 @@ EXPORT void cblas_sgemm(
       lda = k;
     }
     skinny::multiply(
-        {m, n, k, alpha, a, lda, b, ldb, beta, c, ldc}, skinny::best_kernel(), scipy_openblas_get_num_threads());
+        {m, n, k, alpha, a, lda, b, ldb, beta, c, ldc}, skinny::best_kernel(), threads());
     return;
   }
   if (order == kRowMajor && m == 1 && transb == kNoTrans) {
     // A single row is several times faster as a matrix-vector product: no operand is packed.
     scipy_cblas_sgemv(order, kTrans, k, n, alpha, b, ldb, a, transa == kNoTrans ? 1 : lda, beta, c, 1);
+    return;
+  }
+  if (order == kRowMajor) {
+    packed_sgemm(transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
     return;
   }
   scipy_cblas_sgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
