@@ -156,8 +156,8 @@ multiversion! {
 /// least.
 const FEW_ROWS: usize = 16;
 
-/// Rows whose queries share a pass over keys and values.
-const TILE_ROWS: usize = 32;
+/// Most rows whose queries share a pass over keys and values.
+const TILE_ROWS: usize = 48;
 
 /// [`run`] for many rows: one tile takes some rows of all heads that share keys and values.
 fn run_tiles(
@@ -174,10 +174,11 @@ fn run_tiles(
     let scale = (d as f32).powf(-0.5);
     let group = h / kv;
     let blocks = rows.div_ceil(TILE_ROWS);
+    let share = rows.div_ceil(blocks);
     for_each(blocks * kv, rows * h * (before + rows) * d * 2, |index| {
         // The longest tiles first, so that no thread is left with one at the end.
         let (block, j) = (blocks - 1 - index / kv, index % kv);
-        let tile = block * TILE_ROWS..rows.min((block + 1) * TILE_ROWS);
+        let tile = (block * share).min(rows)..rows.min((block + 1) * share);
         let places: Vec<(usize, usize)> = tile
             .flat_map(|t| (j * group..(j + 1) * group).map(move |i| (t, i)))
             .collect();

@@ -4,11 +4,11 @@
 //! the same in whatever tile it stands. Source: online softmax (Milakov and Gimelshein 2018), in tiles as of
 //! FlashAttention (Dao et al. 2022).
 
-use super::simd::{exp, madd, multiversion, sum_lanes, LANES};
+use super::simd::{exp, madd, multiversion, LANES};
 
 /// Slots scored at a time.
 const SLOTS: usize = 64;
-/// Queries whose sums are kept in registers together.
+/// Slots, and later queries, whose sums are kept in registers together.
 const TOGETHER: usize = 4;
 
 /// Whether heads of this width are taken: whole vectors only.
@@ -16,195 +16,223 @@ pub fn takes(dim: usize) -> bool {
     dim.is_multiple_of(LANES)
 }
 
-/// Scratch of one tile.
-struct Tile {
-    /// A block of keys, columns first: [d, SLOTS].
-    keys: Vec<f32>,
-    /// Scores, then weights: [queries, SLOTS].
-    scores: Vec<f32>,
-    highest: Vec<f32>,
-    total: Vec<f32>,
-    /// Slots of the block that each query sees.
-    seen: Vec<usize>,
+/// A value of each of the queries that are computed in one vector.
+type Lanes = [f32; LANES];
+
+/// Queries that share a vector, a lane each, and their sums so far.
+struct Group {
+    /// Queries, columns first: d entries.
+    q: Vec<Lanes>,
+    /// Slots that each query sees, at least one.
+    limits: [usize; LANES],
+    highest: Lanes,
+    total: Lanes,
 }
 
+/// Scores of TOGETHER keys ([TOGETHER, d]) with the queries of a group.
 #[inline(always)]
-fn transpose(keys: &[f32], d: usize, out: &mut [f32]) {
-    for (slot, key) in keys.chunks_exact(d).enumerate() {
-        for (column, value) in key.iter().enumerate() {
-            out[column * SLOTS + slot] = *value;
+fn score<const FMA: bool>(q: &[Lanes], keys: &[f32], d: usize) -> [Lanes; TOGETHER] {
+    let mut sums = [[0f32; LANES]; TOGETHER];
+    let (first, rest) = keys.split_at(d);
+    let (second, rest) = rest.split_at(d);
+    let (third, fourth) = rest.split_at(d);
+    for ((((q, a), b), c), e) in q.iter().zip(first).zip(second).zip(third).zip(fourth) {
+        for lane in 0..LANES {
+            sums[0][lane] = madd::<FMA>(*a, q[lane], sums[0][lane]);
+            sums[1][lane] = madd::<FMA>(*b, q[lane], sums[1][lane]);
+            sums[2][lane] = madd::<FMA>(*c, q[lane], sums[2][lane]);
+            sums[3][lane] = madd::<FMA>(*e, q[lane], sums[3][lane]);
         }
     }
+    sums
 }
 
-/// Scores of N queries against a block: q [N, d], keys [d, SLOTS] → [N, SLOTS].
+/// The same for one key; every sum has the same order.
 #[inline(always)]
-fn score<const FMA: bool, const N: usize>(q: &[f32], d: usize, keys: &[f32], scores: &mut [f32]) {
-    for from in (0..SLOTS).step_by(LANES) {
-        let mut sums = [[0f32; LANES]; N];
-        for column in 0..d {
-            let key = &keys[column * SLOTS + from..][..LANES];
-            for (n, sums) in sums.iter_mut().enumerate() {
-                let value = q[n * d + column];
-                for lane in 0..LANES {
-                    sums[lane] = madd::<FMA>(value, key[lane], sums[lane]);
-                }
-            }
-        }
-        for (n, sums) in sums.iter().enumerate() {
-            scores[n * SLOTS + from..][..LANES].copy_from_slice(sums);
+fn score_one<const FMA: bool>(q: &[Lanes], key: &[f32]) -> Lanes {
+    let mut sums = [0f32; LANES];
+    for (q, key) in q.iter().zip(key) {
+        for lane in 0..LANES {
+            sums[lane] = madd::<FMA>(*key, q[lane], sums[lane]);
         }
     }
+    sums
 }
 
-/// Turns scores into weights and rescales what was summed before.
+/// Turns scores into weights; returns what earlier sums are to be multiplied by.
 #[inline(always)]
-fn weigh<const FMA: bool>(scores: &mut [f32], highest: &mut f32, total: &mut f32, o: &mut [f32]) {
-    let mut peaks = [f32::NEG_INFINITY; LANES];
-    let chunks = scores.chunks_exact(LANES);
-    let rest = chunks.remainder();
-    for chunk in chunks {
-        for (peak, x) in peaks.iter_mut().zip(chunk) {
-            *peak = peak.max(*x);
+fn weigh<const FMA: bool>(scores: &mut [Lanes], group: &mut Group) -> Lanes {
+    let mut peaks = group.highest;
+    for row in scores.iter() {
+        for lane in 0..LANES {
+            peaks[lane] = if row[lane] > peaks[lane] {
+                row[lane]
+            } else {
+                peaks[lane]
+            };
         }
     }
-    let peak = peaks.iter().chain(rest).fold(*highest, |a, b| a.max(*b));
-    if peak > *highest {
-        let shrink = exp::<FMA>(*highest - peak);
-        *total *= shrink;
-        for x in o.iter_mut() {
-            *x *= shrink;
-        }
-        *highest = peak;
-    }
-    for x in scores.iter_mut() {
-        *x = exp::<FMA>(*x - peak);
+    let mut shrink = [0f32; LANES];
+    for lane in 0..LANES {
+        shrink[lane] = exp::<FMA>(group.highest[lane] - peaks[lane]);
     }
     let mut sums = [0f32; LANES];
-    for chunk in scores.chunks(LANES) {
-        for (sum, x) in sums.iter_mut().zip(chunk) {
-            *sum += *x;
+    for row in scores.iter_mut() {
+        for lane in 0..LANES {
+            row[lane] = exp::<FMA>(row[lane] - peaks[lane]);
+            sums[lane] += row[lane];
         }
     }
-    *total += sum_lanes(sums);
+    for lane in 0..LANES {
+        group.total[lane] = madd::<FMA>(group.total[lane], shrink[lane], sums[lane]);
+    }
+    group.highest = peaks;
+    shrink
 }
 
-/// Adds the first `slots` weighted values of a block to N outputs: weights [N, SLOTS], o [N, d].
+/// Adds weighted values ([slots, d]) to N outputs [N, d]; `weights` are the slots' rows, the first query's in lane `lane`.
 #[inline(always)]
 fn gather<const FMA: bool, const N: usize>(
-    weights: &[f32],
+    weights: &[Lanes],
+    lane: usize,
     values: &[f32],
-    slots: (usize, usize),
     d: usize,
     o: &mut [f32],
 ) {
     for from in (0..d).step_by(LANES) {
         let mut sums = [[0f32; LANES]; N];
-        for (n, sums) in sums.iter_mut().enumerate() {
-            sums.copy_from_slice(&o[n * d + from..][..LANES]);
+        for (sums, o) in sums.iter_mut().zip(o.chunks_exact(d)) {
+            sums.copy_from_slice(&o[from..from + LANES]);
         }
-        for slot in slots.0..slots.1 {
-            let value = &values[slot * d + from..][..LANES];
-            for (n, sums) in sums.iter_mut().enumerate() {
-                let weight = weights[n * SLOTS + slot];
-                for lane in 0..LANES {
-                    sums[lane] = madd::<FMA>(weight, value[lane], sums[lane]);
+        for (weights, value) in weights.iter().zip(values.chunks_exact(d)) {
+            let value = &value[from..from + LANES];
+            let weights = &weights[lane..lane + N];
+            for n in 0..N {
+                for i in 0..LANES {
+                    sums[n][i] = madd::<FMA>(weights[n], value[i], sums[n][i]);
                 }
             }
         }
-        for (n, sums) in sums.iter().enumerate() {
-            o[n * d + from..][..LANES].copy_from_slice(sums);
+        for (sums, o) in sums.iter().zip(o.chunks_exact_mut(d)) {
+            o[from..from + LANES].copy_from_slice(sums);
+        }
+    }
+}
+
+/// A block of keys and values, [slots, d] each, whose first slot is `from`, for one group; o [queries, d].
+#[inline(always)]
+fn block<const FMA: bool>(
+    group: &mut Group,
+    from: usize,
+    (keys, values): (&[f32], &[f32]),
+    scores: &mut [Lanes; SLOTS],
+    o: &mut [f32],
+) {
+    let d = group.q.len();
+    let slots = keys.len() / d;
+    let seen = group.limits.map(|limit| limit.saturating_sub(from).min(slots));
+    let most = seen.iter().copied().max().unwrap_or(0);
+    let common = seen.iter().copied().min().unwrap_or(0);
+    if most == 0 {
+        return;
+    }
+    let scores = &mut scores[..most];
+    let whole = most / TOGETHER * TOGETHER;
+    for (scores, keys) in scores
+        .chunks_exact_mut(TOGETHER)
+        .zip(keys.chunks_exact(TOGETHER * d))
+    {
+        scores.copy_from_slice(&score::<FMA>(&group.q, keys, d));
+    }
+    for (scores, key) in scores.iter_mut().zip(keys.chunks_exact(d)).skip(whole) {
+        *scores = score_one::<FMA>(&group.q, key);
+    }
+    for (slot, scores) in scores.iter_mut().enumerate().skip(common) {
+        for (score, seen) in scores.iter_mut().zip(seen) {
+            if slot >= seen {
+                *score = f32::NEG_INFINITY;
+            }
+        }
+    }
+    let shrink = weigh::<FMA>(scores, group);
+    for (o, shrink) in o.chunks_exact_mut(d).zip(shrink) {
+        if shrink != 1.0 {
+            o.iter_mut().for_each(|x| *x *= shrink);
+        }
+    }
+    for (index, o) in o.chunks_mut(TOGETHER * d).enumerate() {
+        let lane = index * TOGETHER;
+        let queries = o.len() / d;
+        // Slots beyond a query are never multiplied, not even by nothing: they may hold anything.
+        let seen = &seen[lane..lane + queries];
+        let common = if queries == TOGETHER {
+            let common = seen.iter().copied().min().unwrap_or(0);
+            gather::<FMA, TOGETHER>(&scores[..common], lane, values, d, o);
+            common
+        } else {
+            0
+        };
+        for (n, o) in o.chunks_exact_mut(d).enumerate() {
+            if seen[n] > common {
+                let weights = &scores[common..seen[n]];
+                gather::<FMA, 1>(weights, lane + n, &values[common * d..], d, o);
+            }
         }
     }
 }
 
 #[inline(always)]
-fn tile_body<const FMA: bool>(
-    q: &[f32],
-    limits: &[usize],
-    keys: &[f32],
-    values: &[f32],
-    tile: &mut Tile,
-    o: &mut [f32],
-) {
-    let count = limits.len();
-    let d = q.len() / count;
-    let end = limits.iter().copied().max().unwrap_or(0);
+fn tile_body<const FMA: bool>(groups: &mut [Group], keys: &[f32], values: &[f32], o: &mut [f32]) {
+    let d = groups.first().map_or(1, |group| group.q.len());
+    let end = groups.iter().flat_map(|group| group.limits).max().unwrap_or(0);
+    let mut scores = [[0f32; LANES]; SLOTS];
     o.fill(0.0);
     for from in (0..end).step_by(SLOTS) {
-        let slots = SLOTS.min(end - from);
-        transpose(&keys[from * d..(from + slots) * d], d, &mut tile.keys);
-        for (seen, limit) in tile.seen.iter_mut().zip(limits) {
-            *seen = limit.saturating_sub(from).min(SLOTS);
-        }
-        let values = &values[from * d..(from + slots) * d];
-        let mut first = 0;
-        while first < count {
-            let together = if count - first >= TOGETHER { TOGETHER } else { 1 };
-            let seen = &tile.seen[first..first + together];
-            let common = seen.iter().copied().min().unwrap_or(0);
-            if seen.iter().all(|&seen| seen == 0) {
-                first += together;
-                continue;
-            }
-            let (q, o) = (&q[first * d..], &mut o[first * d..(first + together) * d]);
-            let scores = &mut tile.scores[first * SLOTS..(first + together) * SLOTS];
-            match together {
-                TOGETHER => score::<FMA, TOGETHER>(q, d, &tile.keys, scores),
-                _ => score::<FMA, 1>(q, d, &tile.keys, scores),
-            }
-            for n in 0..together {
-                weigh::<FMA>(
-                    &mut scores[n * SLOTS..][..seen[n]],
-                    &mut tile.highest[first + n],
-                    &mut tile.total[first + n],
-                    &mut o[n * d..][..d],
-                );
-            }
-            match together {
-                TOGETHER => gather::<FMA, TOGETHER>(scores, values, (0, common), d, o),
-                _ => gather::<FMA, 1>(scores, values, (0, common), d, o),
-            }
-            // Slots that only the later queries see.
-            for n in 0..together {
-                let (weights, o) = (&scores[n * SLOTS..][..SLOTS], &mut o[n * d..][..d]);
-                gather::<FMA, 1>(weights, values, (common, seen[n]), d, o);
-            }
-            first += together;
+        let to = end.min(from + SLOTS);
+        let slots = (&keys[from * d..to * d], &values[from * d..to * d]);
+        for (group, o) in groups.iter_mut().zip(o.chunks_mut(LANES * d)) {
+            block::<FMA>(group, from, slots, &mut scores, o);
         }
     }
-    for (o, total) in o.chunks_exact_mut(d).zip(&tile.total) {
-        let inverse = 1.0 / total;
-        for x in o {
-            *x *= inverse;
+    for (group, o) in groups.iter().zip(o.chunks_mut(LANES * d)) {
+        for (o, total) in o.chunks_exact_mut(d).zip(group.total) {
+            let inverse = 1.0 / total;
+            o.iter_mut().for_each(|x| *x *= inverse);
         }
     }
 }
 
 multiversion! {
-    fn tile_attend(
-        q: &[f32],
-        limits: &[usize],
-        keys: &[f32],
-        values: &[f32],
-        tile: &mut Tile,
-        o: &mut [f32],
-    ) = tile_body;
+    fn tile_attend(groups: &mut [Group], keys: &[f32], values: &[f32], o: &mut [f32]) = tile_body;
 }
 
 /// Attention of a tile of queries, scaled already, [queries, d]; query i sees the first `limits[i]` slots of keys and values
 /// [capacity, d], at least one. Results go to `o`, [queries, d].
 pub fn attend(q: &[f32], limits: &[usize], keys: &[f32], values: &[f32], o: &mut [f32]) {
-    let count = limits.len();
-    let d = q.len() / count.max(1);
-    let mut tile = Tile {
-        keys: vec![0.0; d * SLOTS],
-        scores: vec![0.0; count * SLOTS],
-        highest: vec![f32::NEG_INFINITY; count],
-        total: vec![0.0; count],
-        seen: vec![0; count],
-    };
-    tile_attend(q, limits, keys, values, &mut tile, o);
+    let d = q.len() / limits.len().max(1);
+    let mut groups: Vec<Group> = q
+        .chunks(LANES * d)
+        .zip(limits.chunks(LANES))
+        .map(|(q, seen)| {
+            let mut columns = vec![[0f32; LANES]; d];
+            // A lane that is nobody's sees one slot, so that it computes with numbers.
+            let mut limits = [1; LANES];
+            for (lane, (q, seen)) in q.chunks_exact(d).zip(seen).enumerate() {
+                columns
+                    .iter_mut()
+                    .zip(q)
+                    .for_each(|(column, x)| column[lane] = *x);
+                limits[lane] = *seen;
+            }
+            Group {
+                q: columns,
+                limits,
+                highest: [f32::NEG_INFINITY; LANES],
+                total: [0.0; LANES],
+            }
+        })
+        .collect();
+    tile_attend(&mut groups, keys, values, o);
 }
 
 #[cfg(test)]

@@ -122,11 +122,12 @@ pub fn exp<const FMA: bool>(x: f32) -> f32 {
         p = madd::<FMA>(p, r, c);
     }
     let p = madd::<FMA>(p, r * r, r) + 1.0;
-    // Two factors keep the exponent in range at both ends.
-    let n = n as i32;
+    // The rounding trick leaves the integer in the low bits; a cast would be a scalar instruction with its own checks.
+    // Two factors keep the exponent in range at both ends. After a NaN all this is noise that is thrown away.
+    let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
     let half = n >> 1;
-    let scale = |e: i32| f32::from_bits(((e + 127) as u32) << 23);
-    let y = p * scale(half) * scale(n - half);
+    let scale = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);
+    let y = p * scale(half) * scale(n.wrapping_sub(half));
     if x < -87.336_54 {
         0.0
     } else if x.is_nan() {
