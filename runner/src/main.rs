@@ -14,6 +14,7 @@ fn main() {
             std::env::set_var(name, value);
         }
     }
+    lookahead_runner::mlx::memory::keep_buffers();
     let args = cli::Args::parse();
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)

@@ -64,9 +64,9 @@ impl Engine {
         let mut result = self.attempt(job, &mut attempt);
         let memory = |refusal: &Refusal| refusal.code == ErrorCode::OutOfMemory;
         if result.as_ref().err().is_some_and(memory) && !attempt.drawn {
-            memory::clear_cache();
+            memory::give_back();
             if self.prefix.make_room(u64::MAX) {
-                memory::clear_cache();
+                memory::give_back();
                 tracing::warn!(
                     id = job.id,
                     "memory ran out; trying again without the prefix cache's share"
@@ -85,7 +85,7 @@ impl Engine {
                 Event::Error(refusal.failure(&job.id))
             }
         };
-        memory::clear_cache();
+        memory::give_back();
         self.settle_board(&event, failed);
         if self.host.registry.end(&job.id) {
             self.host.outbox.push(event);
@@ -272,11 +272,11 @@ impl Engine {
             return Ok(());
         }
         self.prefix.make_room(excess());
-        memory::clear_cache();
+        memory::give_back();
         if let Some(path) = path.filter(|_| excess() > 0) {
             self.prefix.loosen(path);
             self.prefix.make_room(excess());
-            memory::clear_cache();
+            memory::give_back();
         }
         match excess() {
             0 => Ok(()),

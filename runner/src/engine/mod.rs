@@ -241,7 +241,7 @@ pub fn serve(
                 }
                 Ok(Command::ClearCache) => {
                     engine.prefix.clear();
-                    memory::clear_cache();
+                    memory::give_back();
                     engine.refresh_board();
                 }
                 Err(_) => break,

@@ -177,7 +177,7 @@ pub(super) fn warm_up(
         stage: LoadStage::Warmup,
     }));
     drop(decoding);
-    memory::clear_cache();
+    memory::give_back();
     Ok(())
 }
 

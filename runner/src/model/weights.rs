@@ -179,7 +179,7 @@ impl<'a> Weights<'a> {
         self.done.set(self.done.get() + view.data.len() as u64);
         if self.done.get() - self.tidied.get() >= TIDY_AFTER {
             self.tidied.set(self.done.get());
-            memory::clear_cache();
+            memory::give_back();
         }
         if (self.progress.borrow_mut())(self.done.get()) {
             Ok(())
