@@ -209,9 +209,10 @@ impl<P: Payloads> PrefixCache<P> {
         }
     }
 
-    /// Let go of a path.
-    pub fn release(&mut self, pin: Pin) {
+    /// Let go of a path. It may have been too long for the budgets while it was in use; from here on they hold for it as well.
+    pub fn release(&mut self, payloads: &mut P, pin: Pin) {
         self.trie.unpin(pin);
+        self.settle(payloads);
     }
 
     /// Tell how many bytes the live caches occupy; they count against the device's budget. True if that calls for

@@ -57,7 +57,7 @@ proptest! {
             let limit = keys.len() - 1;
             payloads.refuse = request.refuse;
             if let Some(pin) = pin.take() {
-                cache.release(pin);
+                cache.release(&mut payloads, pin);
             }
             // The naive model: every restore point held, as a sequence.
             let points: Vec<Vec<Key>> = cache
@@ -110,7 +110,9 @@ proptest! {
             if request.keep {
                 pin = Some(grown);
             } else {
-                cache.release(grown);
+                cache.release(&mut payloads, grown);
+                let bytes = cache.trie().bytes();
+                prop_assert!(bytes.host <= host && bytes.device <= device.saturating_sub(request.live));
             }
         }
     }

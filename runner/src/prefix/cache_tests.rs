@@ -81,7 +81,7 @@ impl Engine {
     fn serve(&mut self, chat: &Chat, reply: &[u32], stop: usize) -> usize {
         let mut stream = KeyStream::new(self.look_ahead, &chat.tokens, &chat.media);
         if let Some(pin) = self.pin.take() {
-            self.cache.release(pin);
+            self.cache.release(&mut self.payloads, pin);
         }
         let found = self
             .cache
@@ -452,7 +452,7 @@ fn clearing_forgets_and_a_running_request_leaves_no_trace() {
         state,
         |_, _| unreachable!(),
     );
-    engine.cache.release(pin);
+    engine.cache.release(&mut engine.payloads, pin);
     assert_eq!(
         (engine.cache.stats().nodes, engine.cache.stats().bytes.device),
         (0, 0)
@@ -476,7 +476,7 @@ fn a_path_that_led_to_nonsense_is_forgotten_and_others_are_not() {
         .lookup(&mut engine.payloads, keys.keys(), keys.limit());
     assert!(found.cached > 0);
     engine.cache.distrust(&found.pin);
-    engine.cache.release(found.pin);
+    engine.cache.release(&mut engine.payloads, found.pin);
     engine.cache.trie().check().unwrap();
     assert_eq!(engine.run(&chat, &answer(1)), 0);
     assert_eq!(engine.run(&other, &answer(2)), other.tokens.len() - 1);
@@ -486,5 +486,5 @@ fn a_path_that_led_to_nonsense_is_forgotten_and_others_are_not() {
         .lookup(&mut engine.payloads, keys.keys(), keys.limit());
     engine.cache.clear().unwrap();
     engine.cache.distrust(&found.pin);
-    engine.cache.release(found.pin);
+    engine.cache.release(&mut engine.payloads, found.pin);
 }

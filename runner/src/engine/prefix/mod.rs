@@ -307,19 +307,19 @@ impl Prefixes {
     /// Ends a request: its path may be given up from now on. `caches` are the trunk's and the head's if they are sound; the
     /// next turn may go on in them.
     pub fn end(&mut self, path: Option<Path>, caches: Option<(Caches, Option<Caches>)>) {
-        if let Some(Path {
-            keys, pin: Some(pin), ..
-        }) = path
-        {
+        let path = path.and_then(|path| Some((path.keys, path.pin?)));
+        if let Some((keys, pin)) = &path {
             // After a `clear` nothing from before may stay.
-            let is_known = self.cache.trie().pinned(&pin).is_some();
+            let is_known = self.cache.trie().pinned(pin).is_some();
             if let Some((trunk, head)) = caches.filter(|_| is_known) {
-                self.rest(&keys, trunk, head);
+                self.rest(keys, trunk, head);
             }
-            self.cache.release(pin);
         }
         self.running = 0;
         self.count_live();
+        if let Some((_, pin)) = path {
+            self.cache.release(&mut Mover, pin);
+        }
     }
 
     fn rest(&mut self, keys: &KeyStream, trunk: Caches, head: Option<Caches>) {
