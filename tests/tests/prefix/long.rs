@@ -92,9 +92,8 @@ fn turn_a_hundred_starts_far_faster_than_from_nothing() {
     } else {
         (early, late)
     };
-    // The aim is 1.5. What is left is attention of the new tokens to all old ones: see docs/prefix-cache.md.
     assert!(
-        late.as_secs_f64() <= 6.0 * early.as_secs_f64(),
+        late.as_secs_f64() <= 1.5 * early.as_secs_f64(),
         "turn 100 takes {late:?}, turn 5 {early:?}"
     );
     session.end();
