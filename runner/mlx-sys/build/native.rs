@@ -26,7 +26,9 @@ pub(crate) fn compile(crate_dir: &Path, mlx_c: &Path, wheels: &Wheels, target: T
             build.file(path);
         }
     }
-    build.file(native.join("cpu_op.cpp"));
+    build
+        .file(native.join("cpu_op.cpp"))
+        .file(native.join("cuda_op.cpp"));
     if target == Target::Linux {
         // Leaves out mlx-c's half-float section, which depends on the processor; half.cpp fills in for all of them.
         build.define("MLX_HALF_H", None);

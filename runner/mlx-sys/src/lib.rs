@@ -1,5 +1,6 @@
 //! Declarations of mlx-c, of the half-float accessors that it lacks off Apple's platforms, and of Lookahead's own
-//! extension: an MLX operation with a CPU kernel written in Rust ([`lookahead_cpu_op`]).
+//! extensions: MLX operations with a CPU kernel written in Rust ([`lookahead_cpu_op`]), or with a compiled CUDA kernel
+//! ([`lookahead_cuda_op`]).
 //!
 //! Stands in for the published crate of the same name and version; every item of that one is here with the same type.
 

@@ -116,7 +116,11 @@ pub fn load_model(
                     stage: LoadStage::Weights,
                 }));
             };
-            (Precision::Native, gpu_path(backend, &plan, config, alive))
+            let kept = settings.cache_dir.as_ref().map(|dir| dir.join("kernels"));
+            (
+                Precision::Native,
+                gpu_path(backend, kept.as_deref(), &plan, config, alive),
+            )
         }
     };
     let needed = memory_bytes(&checkpoint, &plan, precision);
@@ -192,9 +196,15 @@ pub fn load_model(
 
 /// The fused path where this device computes it right and the model's shapes fit, else plain operations.
 ///
-/// Compiling the kernels can take tens of seconds; `alive` is called between them.
-fn gpu_path(backend: Backend, plan: &Plan, config: &ModelConfig, alive: impl Fn()) -> Path {
-    if !gpu::install(backend) {
+/// Kernels that aren't kept in the directory `kept` have to be compiled first; `alive` is called between them.
+fn gpu_path(
+    backend: Backend,
+    kept: Option<&FilePath>,
+    plan: &Plan,
+    config: &ModelConfig,
+    alive: impl Fn(),
+) -> Path {
+    if !gpu::install(backend, kept) {
         return Path::Graph;
     }
     let constants = kernel_constants(plan, config);

@@ -85,7 +85,7 @@ const MEASURED_PREFILL: usize = 4096;
 
 /// Prints the worst difference of each kernel from plain operations; returns the exit status.
 fn check_kernels(backend: Backend) -> anyhow::Result<i32> {
-    if !gpu::install(backend) {
+    if !gpu::install(backend, None) {
         println!("no kernels of our own on the {} backend", backend.name());
         return Ok(0);
     }

@@ -11,7 +11,7 @@ use mlx_rs::Array;
 use super::options::{PenaltyOptions, Shape};
 use super::rng::{uniform, Purpose, RowKey};
 use super::{fused, graph};
-use crate::mlx::Path;
+use crate::mlx::{gpu, Path};
 
 /// Lists longer than this become whole-vocabulary rows: comparing two lists costs the square of their length.
 pub(super) const LONGEST_LIST: u32 = 256;
@@ -105,6 +105,8 @@ pub(super) struct Plan<'a> {
     pub(super) logits: &'a Array,
     /// Added to the logits: 0, or -inf for what is forbidden. [V] or [R, V], float32.
     pub(super) ceiling: Option<&'a Array>,
+    /// The ceiling forbids exactly the ids from here on, if it is no request's mask.
+    pub(super) known: Option<usize>,
     pub(super) history: Option<RowHistory>,
     pub(super) shape: Shape,
     pub(super) draws: Draws,
@@ -112,8 +114,16 @@ pub(super) struct Plan<'a> {
 
 impl Plan<'_> {
     pub(super) fn rows(&self, path: Path) -> Result<Rows> {
-        match path {
-            Path::Cpu => fused::rows(self),
+        match (path, self.known) {
+            (Path::Cpu, _) => fused::rows(self),
+            (Path::Gpu, Some(known)) if self.shape == Shape::Greedy && self.history.is_none() => {
+                let (choice, peak) = gpu::kernels()?.peak(self.logits, known as i32)?;
+                Ok(Rows {
+                    dist: Dist::Point(choice.clone()),
+                    choice,
+                    peak,
+                })
+            }
             _ => graph::rows(self),
         }
     }

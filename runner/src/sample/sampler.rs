@@ -180,6 +180,7 @@ impl Sampler {
         Plan {
             logits,
             ceiling,
+            known: mask.is_none().then_some(self.vocabulary.tokens),
             history,
             shape: self.shape,
             draws,
@@ -240,7 +241,7 @@ impl Sampler {
             mask,
         )?;
         if k == 0 || self.is_greedy() || self.rule == Verify::Coupled {
-            return Ok(accept::coupled(rows, ids, position));
+            return accept::coupled(rows, ids, position, self.path);
         }
         let tests = self.draws(position, Purpose::Accept);
         let replacements = self.draws(position, Purpose::Residual);

@@ -25,7 +25,12 @@ fn noise(shape: &[i32], seed: u32) -> Array {
 
 fn apart(a: &Array, b: &Array) -> Result<f32> {
     let difference = ops::cast(a, Dtype::Float32)?.subtract(&ops::cast(b, Dtype::Float32)?)?;
-    Ok(difference.abs()?.max(None)?.item_cast::<f32>())
+    scalar(&difference.abs()?.max(None)?)
+}
+
+fn scalar(a: &Array) -> Result<f32> {
+    a.try_item_cast::<f32>()
+        .map_err(|error| Exception::custom(ops::last_error().unwrap_or_else(|| error.to_string())))
 }
 
 /// How far one kernel is from its counterpart in plain operations.
@@ -91,11 +96,34 @@ pub fn differences(rows: i32, batch: i32, c: &Constants) -> Result<Vec<Differenc
         .multiply(&sigmoid(&gate)?)?
         .multiply(&ops::slice_axis(&x, 1, 48, 96)?)?;
     out.push(Difference::exact("swiglu", apart(&kernels.swiglu(&x)?, &wanted)?));
+    out.push(peak(rows)?);
     if rows <= super::products::ROWS {
         out.push(Difference::exact("attention", attention(rows, c)?));
         out.extend(products(rows, c)?);
     }
     Ok(out)
+}
+
+/// Of rows with many equal logits, and of such with a NaN.
+fn peak(rows: i32) -> Result<Difference> {
+    let (width, known) = (1500, 1300);
+    let logits = noise(&[rows, width], 31)
+        .multiply(Array::from_f32(8.0))?
+        .round(0)?;
+    let (choice, top) = kernels()?.peak(&logits, known)?;
+    let held = ops::slice_axis(&logits, 1, 0, known)?;
+    let wanted = mlx_rs::ops::indexing::argmax_axis(&held, -1, false)?;
+    let off = apart(&choice, &wanted)?.max(apart(&top, &mlx_rs::ops::max_axis(&held, -1, false)?)?);
+    let broken = logits
+        .multiply(Array::from_f32(f32::INFINITY))?
+        .multiply(Array::from_f32(0.0))?;
+    let (_, top) = kernels()?.peak(&broken, known)?;
+    let numbers = scalar(&top.eq(&top)?.as_dtype(Dtype::Float32)?.max(None)?)?;
+    Ok(Difference {
+        name: "peak",
+        by: off.max(numbers),
+        limit: 0.0,
+    })
 }
 
 /// Products of few rows, of each storage, with everything that may be around them.
@@ -168,7 +196,7 @@ fn product(
         let Some(got) = with_products(|p| p.product(&x, stored, around))? else {
             return Ok(Vec::new());
         };
-        let largest = wanted.abs()?.max(None)?.item_cast::<f32>();
+        let largest = scalar(&wanted.abs()?.max(None)?)?;
         out.push(Difference {
             name,
             by: apart(&got, wanted)? / largest.max(1e-6),
@@ -342,6 +370,7 @@ pub fn thorough(mut report: impl FnMut(i32, i32, &Constants, Difference)) -> Res
             for difference in differences(rows, batch, &constants)? {
                 report(rows, batch, &constants, difference);
             }
+            tracing::info!("checked {rows} rows, batch {batch}, {constants:?}");
         }
     }
     Ok(())

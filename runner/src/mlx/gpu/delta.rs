@@ -105,12 +105,13 @@ impl Kernels {
                 &params.dt_bias,
                 &params.norm,
             ],
+            integers: &[],
             outputs: &[
                 (&[batch, rows, s.value_columns()], dtype),
                 (&[batch, s.taps - 1 + rows, s.channels()], dtype),
                 (states, Dtype::Float32),
             ],
-            ints: &ints,
+            constants: &ints,
             dtype,
             grid: [32 * ROW_WARPS, s.value_heads, batch],
             group: [32 * ROW_WARPS, 1, 1],
@@ -135,11 +136,12 @@ impl Kernels {
         ints.push(("WIDEST", (s.key_dim.max(dv) + 31) / 32 * 32));
         let mut out = self.delta_prepare.call(&Call {
             inputs: &[packed, tail, &params.conv, &params.decay, &params.dt_bias],
+            integers: &[],
             outputs: &[
                 (&[batch, rows, c], Dtype::Float32),
                 (&[batch, rows, nv, 2], Dtype::Float32),
             ],
-            ints: &ints,
+            constants: &ints,
             dtype,
             grid: [32, 2 * s.key_heads + nv, batch * rows],
             group: [32, divisor(2 * s.key_heads + nv), 1],
@@ -151,11 +153,12 @@ impl Kernels {
         let groups = (dv + 4 * LONG_WARPS - 1) / (4 * LONG_WARPS);
         let mut out = self.delta_long.call(&Call {
             inputs: &[&x, &gates, state],
+            integers: &[],
             outputs: &[
                 (&[batch, rows, nv, dv], Dtype::Float32),
                 (state.shape(), Dtype::Float32),
             ],
-            ints: &ints,
+            constants: &ints,
             dtype,
             grid: [32, groups * LONG_WARPS, batch * nv],
             group: [32, LONG_WARPS, 1],
@@ -163,8 +166,9 @@ impl Kernels {
         let (states, o) = two(&mut out)?;
         let mut out = self.gated_norm.call(&Call {
             inputs: &[&o, packed, &params.norm],
+            integers: &[],
             outputs: &[(&[batch, rows, nv * dv], dtype)],
-            ints: &[
+            constants: &[
                 ("C", c),
                 ("P", packed.dim(2)),
                 ("NV", nv),

@@ -3,21 +3,29 @@
 //! Invariant: each kernel equals its counterpart in plain operations up to rounding; [`check::check`] holds them against each
 //! other on random input before a model trusts them.
 
+mod attention_source;
 pub mod check;
+mod compiler;
+mod cuda;
 mod delta;
 mod kernel;
+mod metal;
+mod peak;
 pub mod products;
 mod products_source;
 mod source;
 
 use std::cell::RefCell;
+use std::path::Path;
 use std::rc::Rc;
 
 use mlx_rs::error::Result;
 use mlx_rs::Array;
 
 use super::Backend;
-use kernel::{Call, Kernel};
+use compiler::Compiler;
+use kernel::{Call, Kernel, Maker, Text};
+use peak::Peak;
 use products::Products;
 
 pub use delta::DeltaResults;
@@ -38,6 +46,7 @@ pub struct Kernels {
     prepare: Kernel,
     gate: Kernel,
     rows: Kernel,
+    peak: Peak,
     products: Option<Products>,
 }
 
@@ -45,9 +54,10 @@ thread_local! {
     static KERNELS: RefCell<Option<Rc<Kernels>>> = const { RefCell::new(None) };
 }
 
-/// Makes the kernels for the thread that owns all of MLX; false on the CPU backend.
-pub fn install(backend: Backend) -> bool {
-    let kernels = Kernels::new(backend);
+/// Makes the kernels for the thread that owns all of MLX; false on the CPU backend. What is compiled is kept in `directory`
+/// where the backend lets it.
+pub fn install(backend: Backend, directory: Option<&Path>) -> bool {
+    let kernels = Kernels::new(backend, directory);
     let there = kernels.is_some();
     KERNELS.with(|slot| *slot.borrow_mut() = kernels);
     there
@@ -93,10 +103,26 @@ pub struct Heads {
 }
 
 impl Kernels {
-    /// Kernels for a GPU backend; `None` for the CPU.
-    pub fn new(backend: Backend) -> Option<Rc<Self>> {
-        let make = |name, inputs: &[&str], outputs: &[&str], body| {
-            Kernel::new(backend, name, (inputs, outputs), "", body)
+    /// Kernels for a GPU backend; `None` for the CPU, and on CUDA where its compiler isn't found.
+    fn new(backend: Backend, directory: Option<&Path>) -> Option<Rc<Self>> {
+        let maker = match backend {
+            Backend::Cpu => return None,
+            Backend::Metal => Maker::Metal,
+            Backend::Cuda => Maker::Cuda(Rc::new(Compiler::find(directory)?)),
+        };
+        let make = |name, inputs, outputs, body: &'static str| {
+            maker.kernel(Text {
+                name,
+                inputs,
+                integers: if body.contains("slots[0]") {
+                    &["slots"]
+                } else {
+                    &[]
+                },
+                outputs,
+                helpers: "",
+                body: body.into(),
+            })
         };
         Some(Rc::new(Self {
             delta_rows: make(
@@ -130,22 +156,34 @@ impl Kernels {
                 "attention_prepare",
                 &["packed", "q_gain", "k_gain", "cos_table", "sin_table"],
                 &["q", "k", "v"],
-                source::ATTENTION_PREPARE,
+                attention_source::ATTENTION_PREPARE,
             )?,
-            gate: make("attention_gate", &["o", "packed"], &["y"], source::ATTENTION_GATE)?,
+            gate: make(
+                "attention_gate",
+                &["o", "packed"],
+                &["y"],
+                attention_source::ATTENTION_GATE,
+            )?,
             rows: make(
                 "attention_rows",
-                &["q", "keys", "values", "slots", "packed"],
+                &["q", "keys", "values", "packed"],
                 &["y"],
-                source::ATTENTION_ROWS,
+                attention_source::ATTENTION_ROWS,
             )?,
-            products: Products::new(backend),
+            peak: Peak::new(&maker)?,
+            products: Products::new(&maker),
         }))
     }
 
     /// Products of few rows, where the backend has them.
     pub fn products(&self) -> Option<&Products> {
         self.products.as_ref()
+    }
+
+    /// Ids [R] int32 and values [R] float32 of the largest logits among the first `known` ids of [R, V]; the lowest of equals,
+    /// NaN for a row that holds one.
+    pub fn peak(&self, logits: &Array, known: i32) -> Result<(Array, Array)> {
+        self.peak.of(logits, known)
     }
 
     /// `x + added` and its norm, in the type of `x`.
@@ -155,8 +193,9 @@ impl Kernels {
         let rows = (x.size() as i32) / width;
         let mut out = self.add_norm.call(&Call {
             inputs: &[x, added, gain],
+            integers: &[],
             outputs: &[(shape, x.dtype()), (shape, x.dtype())],
-            ints: &[("THREADS", NORM_THREADS), ("EPS", bits(eps))],
+            constants: &[("THREADS", NORM_THREADS), ("EPS", bits(eps))],
             dtype: x.dtype(),
             grid: [NORM_THREADS, rows, 1],
             group: [NORM_THREADS, 1, 1],
@@ -171,8 +210,9 @@ impl Kernels {
         let rows = (x.size() as i32) / width;
         let mut out = self.norm.call(&Call {
             inputs: &[x, gain],
+            integers: &[],
             outputs: &[(x.shape(), x.dtype())],
-            ints: &[("THREADS", NORM_THREADS), ("EPS", bits(eps))],
+            constants: &[("THREADS", NORM_THREADS), ("EPS", bits(eps))],
             dtype: x.dtype(),
             grid: [NORM_THREADS, rows, 1],
             group: [NORM_THREADS, 1, 1],
@@ -190,8 +230,9 @@ impl Kernels {
         let rows = (gate_up.size() as i32) / (2 * width);
         let mut out = self.swiglu.call(&Call {
             inputs: &[gate_up],
+            integers: &[],
             outputs: &[(&shape, gate_up.dtype())],
-            ints: &[("I", width)],
+            constants: &[("I", width)],
             dtype: gate_up.dtype(),
             grid: [width, rows, 1],
             group: [256, 1, 1],
@@ -214,12 +255,13 @@ impl Kernels {
         let dtype = packed.dtype();
         let mut out = self.prepare.call(&Call {
             inputs: &[packed, gains.0, gains.1, table.0, table.1],
+            integers: &[],
             outputs: &[
                 (&[1, h, rows, d], dtype),
                 (&[1, kv, rows, d], dtype),
                 (&[1, kv, rows, d], dtype),
             ],
-            ints: &[
+            constants: &[
                 ("H", h),
                 ("KV", kv),
                 ("D", d),
@@ -241,8 +283,9 @@ impl Kernels {
         let rows = packed.dim(1);
         let mut out = self.gate.call(&Call {
             inputs: &[o, packed],
+            integers: &[],
             outputs: &[(&[1, rows, h * d], packed.dtype())],
-            ints: &[("H", h), ("KV", kv), ("D", d)],
+            constants: &[("H", h), ("KV", kv), ("D", d)],
             dtype: packed.dtype(),
             grid: [d, h, rows],
             group: [d.min(256), 1, 1],
@@ -271,12 +314,11 @@ impl Kernels {
     ) -> Result<Array> {
         let Heads { query: h, kv, dim: d } = heads;
         let rows = packed.dim(1);
-        // Three integers: arrays of at most eight bytes lie in host memory, which a kernel reads slowly.
-        let slots = Array::from_slice(&[before, 0, 0], &[3]);
         let mut out = self.rows.call(&Call {
-            inputs: &[q, keys, values, &slots, packed],
+            inputs: &[q, keys, values, packed],
+            integers: &[before],
             outputs: &[(&[1, rows, h * d], packed.dtype())],
-            ints: &[("H", h), ("KV", kv), ("D", d), ("WARPS", ROW_WARPS)],
+            constants: &[("H", h), ("KV", kv), ("D", d), ("WARPS", ROW_WARPS)],
             dtype: packed.dtype(),
             grid: [32 * ROW_WARPS, h, rows],
             group: [32 * ROW_WARPS, 1, 1],

@@ -5,9 +5,8 @@
 use mlx_rs::error::Result;
 use mlx_rs::{Array, Dtype};
 
-use super::kernel::{Call, Kernel};
+use super::kernel::{Call, Kernel, Maker, Text};
 use super::{bits, one, products_source as text};
-use crate::mlx::Backend;
 
 /// Rows that one launch takes.
 pub const ROWS: i32 = 16;
@@ -122,29 +121,27 @@ pub struct Products {
 
 impl Products {
     /// `None` where the library's own products serve.
-    pub(super) fn new(backend: Backend) -> Option<Self> {
-        if backend != Backend::Cuda {
-            return None;
-        }
+    pub(super) fn new(maker: &Maker) -> Option<Self> {
+        let Maker::Cuda(_) = maker else { return None };
         let both = [false, true].into_iter();
         let kernels = both
-            .flat_map(|codes| (0..Around::KINDS).map(move |kind| Self::kernel(backend, codes, kind)))
+            .flat_map(|codes| (0..Around::KINDS).map(move |kind| Self::kernel(maker, codes, kind)))
             .collect::<Option<_>>()?;
         Some(Self { kernels })
     }
 
-    fn kernel(backend: Backend, codes: bool, kind: usize) -> Option<Kernel> {
+    fn kernel(maker: &Maker, codes: bool, kind: usize) -> Option<Kernel> {
         let (norm, added, gated) = (kind >= 2, kind == 1, kind == 3);
-        let mut inputs = vec!["x", "w"];
-        if codes {
-            inputs.extend(["scales", "biases"]);
-        }
-        if norm {
-            inputs.push("gain");
-        }
-        if added {
-            inputs.push("added");
-        }
+        let (name, inputs): (_, &[&str]) = match (codes, kind) {
+            (false, 0) => ("product", &["x", "w"]),
+            (false, 1) => ("product_added", &["x", "w", "added"]),
+            (false, 2) => ("product_normed", &["x", "w", "gain"]),
+            (false, _) => ("product_gated", &["x", "w", "gain"]),
+            (true, 0) => ("codes", &["x", "w", "scales", "biases"]),
+            (true, 1) => ("codes_added", &["x", "w", "scales", "biases", "added"]),
+            (true, 2) => ("codes_normed", &["x", "w", "scales", "biases", "gain"]),
+            (true, _) => ("codes_gated", &["x", "w", "scales", "biases", "gain"]),
+        };
         let body = format!(
             "#define NORM {}\n#define EPILOGUE {}\n#define GAIN {}\n#define ADDED {}\n{}{}{}",
             u8::from(norm),
@@ -159,8 +156,14 @@ impl Products {
             if codes { text::CODES } else { text::DENSE },
             text::TAIL,
         );
-        let name = format!("product_{}{kind}", if codes { "codes" } else { "dense" });
-        Kernel::new(backend, &name, (&inputs, &["y"]), text::PRELUDE, &body)
+        maker.kernel(Text {
+            name,
+            inputs,
+            integers: &[],
+            outputs: &["y"],
+            helpers: text::PRELUDE,
+            body: body.into(),
+        })
     }
 
     /// Whether a product of `x` [B, L, in] is taken.
@@ -224,8 +227,9 @@ impl Products {
         let kernel = &self.kernels[usize::from(codes.is_some()) * Around::KINDS + around.index()];
         let mut out = kernel.call(&Call {
             inputs: &inputs,
+            integers: &[],
             outputs: &[(&[x.dim(0), x.dim(1), width], Dtype::Bfloat16)],
-            ints: &ints,
+            constants: &ints,
             dtype: Dtype::Bfloat16,
             grid: [blocks * cut.warps * 32, 1, 1],
             group: [cut.warps * 32, 1, 1],

@@ -15,14 +15,24 @@ __device__ __forceinline__ void tensor_step(
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ __nv_bfloat162 as_pair(unsigned bits) { return *reinterpret_cast<__nv_bfloat162*>(&bits); }
-__device__ __forceinline__ unsigned as_bits(__nv_bfloat162 pair) { return *reinterpret_cast<unsigned*>(&pair); }
+// Two bfloat16 values lie in one word, the first in its lower half.
+__device__ __forceinline__ unsigned pair_of(float first, float second) {
+  unsigned bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+__device__ __forceinline__ unsigned pair_fma(unsigned a, unsigned b, unsigned c) {
+  unsigned bits;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(bits) : "r"(a), "r"(b), "r"(c));
+  return bits;
+}
 // Two values times their gains; adds their squares to a sum.
 __device__ __forceinline__ unsigned weigh(unsigned bits, float first, float second, float& square) {
-  float2 x = __bfloat1622float2(as_pair(bits));
-  square += x.x * x.x;
-  square += x.y * x.y;
-  return as_bits(__floats2bfloat162_rn(x.x * first, x.y * second));
+  float x = __uint_as_float(bits << 16);
+  float y = __uint_as_float(bits & 0xffff0000u);
+  square += x * x;
+  square += y * y;
+  return pair_of(x * first, y * second);
 }
 // Eight values from `at` on, weighed where there is a gain.
 __device__ __forceinline__ uint4 weigh_eight(uint4 x, const float* gain, float& square) {
@@ -35,10 +45,11 @@ __device__ __forceinline__ uint4 weigh_eight(uint4 x, const float* gain, float& 
   return x;
 }
 // Two of eight 4-bit codes as weights: codes i and i + 4.
-__device__ __forceinline__ unsigned decode_pair(unsigned codes, __nv_bfloat162 scale, __nv_bfloat162 bias) {
+__device__ __forceinline__ unsigned decode_pair(unsigned codes, unsigned scale, unsigned bias) {
+  // 128 + code, then that times 1 minus 128: exact.
   unsigned biased = (codes & 0x000f000fu) | 0x43004300u;
-  __nv_bfloat162 plain = __hsub2(as_pair(biased), as_pair(0x43004300u));
-  return as_bits(__hfma2(plain, scale, bias));
+  unsigned plain = pair_fma(biased, 0x3f803f80u, 0xc300c300u);
+  return pair_fma(plain, scale, bias);
 }
 "#;
 
@@ -65,8 +76,8 @@ pub const HEAD: &str = r"
   }
   const bool low = g < rows;
   const bool high = HALVES == 2 && g + 8 < rows;
-  const __nv_bfloat16* x_low = x + long(g) * depth;
-  const __nv_bfloat16* x_high = x + long(g + 8) * depth;
+  const bf16* x_low = x + long(g) * depth;
+  const bf16* x_high = x + long(g + 8) * depth;
   float acc[TILES][4];
   for (int j = 0; j < TILES; j++) {
     for (int i = 0; i < 4; i++) { acc[j][i] = 0.0f; }
@@ -79,7 +90,7 @@ pub const HEAD: &str = r"
 /// Plain weights: 64 inputs a step, two stretches of eight a lane.
 pub const DENSE: &str = r"
   const int steps = depth >> 6;
-  const __nv_bfloat16* from[TILES];
+  const bf16* from[TILES];
   for (int j = 0; j < TILES; j++) { from[j] = w + long(at[j]) * depth + t * 8; }
 #pragma unroll UNROLL
   for (int step = warp; step < steps; step += WARPS) {
@@ -117,13 +128,13 @@ pub const CODES: &str = r"
 #pragma unroll UNROLL
   for (int step = warp; step < steps; step += WARPS) {
     uint4 b[TILES];
-    __nv_bfloat162 scale[TILES];
-    __nv_bfloat162 bias[TILES];
+    unsigned scale[TILES];
+    unsigned bias[TILES];
     const int group = (step * 128 + t * 32) / GROUP;
     for (int j = 0; j < TILES; j++) {
       b[j] = __ldcs(reinterpret_cast<const uint4*>(from[j] + step * 16));
-      scale[j] = __bfloat162bfloat162(scales[group_at[j] + group]);
-      bias[j] = __bfloat162bfloat162(biases[group_at[j] + group]);
+      scale[j] = scales[group_at[j] + group].bits * 0x10001u;
+      bias[j] = biases[group_at[j] + group].bits * 0x10001u;
     }
     for (int s = 0; s < 4; s++) {
       const int k = step * 128 + t * 32 + s * 8;
@@ -193,6 +204,6 @@ pub const TAIL: &str = r"
     }
     if (EPILOGUE == 1) { value += float(ADDED[long(row) * width + n]); }
     if (EPILOGUE == 2) { value = value / (1.0f + __expf(-value)) * gated; }
-    y[long(row) * width + n] = __nv_bfloat16(value);
+    y[long(row) * width + n] = bf16(value);
   }
 ";

@@ -3,8 +3,8 @@
 //! Invariant: bodies use only the prelude's names for what differs (`GRID_X`, `LANE`, `warp_sum`, `T` casts), so what runs on
 //! CUDA is the text that Metal compiles. Warps (SIMD groups) have 32 lanes; every sum over a warp is complete in all lanes.
 
-/// Names for CUDA.
-pub const CUDA_PRELUDE: &str = r"
+/// Names for CUDA. Needs no header, so that it compiles fast and where the toolkit isn't installed.
+pub const CUDA_PRELUDE: &str = r#"
 #define GRID_X (blockIdx.x * blockDim.x + threadIdx.x)
 #define GRID_Y (blockIdx.y * blockDim.y + threadIdx.y)
 #define GRID_Z (blockIdx.z * blockDim.z + threadIdx.z)
@@ -18,11 +18,27 @@ pub const CUDA_PRELUDE: &str = r"
 #define FLOAT_BITS __int_as_float
 #define SHUFFLE_XOR(x, lanes) __shfl_xor_sync(0xffffffffu, x, lanes)
 #define VEC4(from) (*reinterpret_cast<const float4*>(from))
+struct bf16 {
+  unsigned short bits;
+  bf16() = default;
+  __device__ __forceinline__ explicit bf16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ __forceinline__ operator float() const { return __uint_as_float(unsigned(bits) << 16); }
+};
+struct f16 {
+  unsigned short bits;
+  f16() = default;
+  __device__ __forceinline__ explicit f16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ __forceinline__ operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+};
 __device__ __forceinline__ float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) { x += __shfl_xor_sync(0xffffffffu, x, step); }
   return x;
 }
-";
+"#;
 
 /// Names for Metal.
 pub const METAL_PRELUDE: &str = r"
@@ -388,111 +404,4 @@ pub const SWIGLU: &str = r"
   float gate = float(gate_up[row * 2 * I + i]);
   float up = float(gate_up[row * 2 * I + I + i]);
   y[row * I + i] = T(gate / (1.0f + EXP(-gate)) * up);
-";
-
-/// Norms and rotation before attention. One warp a token and head (queries, then keys, then values).
-/// packed [1, L, (2 H + 2 KV) D], gains [D] float32, tables [L, HALF] float32 → q [1, H, L, D], k and v [1, KV, L, D].
-pub const ATTENTION_PREPARE: &str = r"
-  int lane = LANE;
-  int head = GRID_Y;
-  int t = GRID_Z;
-  int rows = packed_shape[1];
-  long base = long(t) * (2 * H + 2 * KV) * D;
-  if (head >= H + KV) {
-    int j = head - H - KV;
-    for (int i = lane; i < D; i += 32) {
-      v[(long(j) * rows + t) * D + i] = packed[base + (2 * H + KV + j) * D + i];
-    }
-    return;
-  }
-  bool query = head < H;
-  long from = base + (query ? head * 2 * D : (2 * H + head - H) * D);
-  float sum = 0.0f;
-  for (int i = lane; i < D; i += 32) {
-    float value = float(packed[from + i]);
-    sum += value * value;
-  }
-  float scale = RSQRT(warp_sum(sum) / float(D) + FLOAT_BITS(EPS));
-  for (int i = lane; i < D; i += 32) {
-    float gain = query ? q_gain[i] : k_gain[i];
-    float value = float(packed[from + i]) * scale * gain;
-    if (i < 2 * HALF) {
-      int j = i < HALF ? i : i - HALF;
-      int partner = i < HALF ? i + HALF : i - HALF;
-      float other = float(packed[from + partner]) * scale * (query ? q_gain[partner] : k_gain[partner]);
-      float c = cos_table[t * HALF + j];
-      float s = sin_table[t * HALF + j];
-      value = i < HALF ? value * c - other * s : value * c + other * s;
-    }
-    if (query) {
-      q[(long(head) * rows + t) * D + i] = T(value);
-    } else {
-      k[(long(head - H) * rows + t) * D + i] = T(value);
-    }
-  }
-";
-
-/// Attention of a few rows with its output gate, online softmax. One threadgroup of WARPS warps a row and query head; each
-/// warp takes every WARPS-th slot, each lane D / 32 columns.
-/// q [1, H, L, D], keys and values [1, KV, capacity, D], slots [1] (filled before the call), packed → y [1, L, H * D].
-pub const ATTENTION_ROWS: &str = r"
-  SHARED float shared_sum[WARPS];
-  SHARED float shared_max[WARPS];
-  SHARED float shared_out[WARPS * D];
-  int lane = LANE;
-  int warp = WARP;
-  int head = GRID_Y;
-  int t = GRID_Z;
-  int rows = packed_shape[1];
-  int capacity = keys_shape[2];
-  int end = slots[0] + t + 1;
-  long at = long(head / (H / KV)) * capacity * D;
-  float query[D / 32];
-  float acc[D / 32];
-  for (int i = 0; i < D / 32; i++) {
-    query[i] = float(q[(long(head) * rows + t) * D + lane + 32 * i]) * RSQRT(float(D));
-    acc[i] = 0.0f;
-  }
-  float highest = -1e30f;
-  float total = 0.0f;
-  for (int slot = warp; slot < end; slot += WARPS) {
-    long from = at + long(slot) * D + lane;
-    float score = 0.0f;
-    for (int i = 0; i < D / 32; i++) { score += query[i] * float(keys[from + 32 * i]); }
-    score = warp_sum(score);
-    float top = score > highest ? score : highest;
-    float shrink = EXP(highest - top);
-    float weight = EXP(score - top);
-    total = total * shrink + weight;
-    for (int i = 0; i < D / 32; i++) { acc[i] = acc[i] * shrink + weight * float(values[from + 32 * i]); }
-    highest = top;
-  }
-  if (lane == 0) {
-    shared_max[warp] = highest;
-    shared_sum[warp] = total;
-  }
-  for (int i = 0; i < D / 32; i++) { shared_out[warp * D + lane + 32 * i] = acc[i]; }
-  BARRIER;
-  float top = -1e30f;
-  for (int w = 0; w < WARPS; w++) { top = shared_max[w] > top ? shared_max[w] : top; }
-  float whole = 0.0f;
-  for (int w = 0; w < WARPS; w++) { whole += shared_sum[w] * EXP(shared_max[w] - top); }
-  for (int i = warp * 32 + lane; i < D; i += WARPS * 32) {
-    float value = 0.0f;
-    for (int w = 0; w < WARPS; w++) { value += shared_out[w * D + i] * EXP(shared_max[w] - top); }
-    float gate = float(packed[long(t) * (2 * H + 2 * KV) * D + head * 2 * D + D + i]);
-    y[(long(t) * H + head) * D + i] = T(value / whole / (1.0f + EXP(-gate)));
-  }
-";
-
-/// Output gate after attention. o [1, H, L, D], packed (for the gates) → y [1, L, H * D].
-pub const ATTENTION_GATE: &str = r"
-  int i = GRID_X;
-  int head = GRID_Y;
-  int t = GRID_Z;
-  int rows = packed_shape[1];
-  if (i >= D) { return; }
-  float gate = float(packed[long(t) * (2 * H + 2 * KV) * D + head * 2 * D + D + i]);
-  float value = float(o[(long(head) * rows + t) * D + i]);
-  y[(long(t) * H + head) * D + i] = T(value / (1.0f + EXP(-gate)));
 ";
