@@ -4,11 +4,13 @@
     scripts/bench                           the bundled model, beside mlx-lm
     scripts/bench --peers mlx-lm,transformers,llama-server
     scripts/bench --model DIR --runs 5 --json out.json --markdown out.md
+    scripts/bench --gpu --sizes 4B --formats bf16,4bit     random weights of real dimensions, made on the spot
 
 mlx-lm and transformers are installed into .lookahead/bench-venv when asked for (transformers brings torch, several
 hundred MB). llama-server is taken from --llama-server or the PATH and needs --gguf.
 """
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -32,7 +34,8 @@ PROMPTS = {
 
 def install(package):
     marker = HERE / ".lookahead/bench-venv" / f".installed-{package}"
-    if not marker.exists():
+    present = importlib.util.find_spec({"mlx-lm": "mlx_lm"}.get(package, package)) is not None
+    if not present and not marker.exists():
         print(f"installing {package} ...", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", *PINS[package]], check=True)
         marker.touch()
@@ -233,6 +236,12 @@ def main():
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--llama-server")
     parser.add_argument("--gguf")
+    parser.add_argument("--runner", type=pathlib.Path, help="a runner built elsewhere")
+    parser.add_argument("--gpu", action="store_true", help="random weights of real dimensions; see --sizes and --formats")
+    parser.add_argument("--sizes", default="0.8B,4B,9B", help="what scripts/random-checkpoint knows")
+    parser.add_argument("--formats", default="bf16,4bit")
+    parser.add_argument("--models", type=pathlib.Path, default=HERE / ".lookahead/bench-models",
+                        help="where random checkpoints are made and kept")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--markdown", type=pathlib.Path)
     args = parser.parse_args()
@@ -240,6 +249,13 @@ def main():
     for name in names:
         if name in PINS:
             install(name)
+    if args.gpu:
+        import bench_gpu
+        bench_gpu.run(args, names)
+        return
+    if args.runner:
+        global RUNNER
+        RUNNER = args.runner.resolve()
     runner = Runner(args.model)
     short = (runner.tokenize(PROMPTS["code"]) * 4)[:20]
     long = (runner.tokenize("".join(PROMPTS.values())) * 200)[:args.prompt]

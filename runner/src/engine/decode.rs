@@ -15,7 +15,7 @@ use super::stats::{RoundStats, Tested};
 use crate::cache::{Caches, Mark};
 use crate::host::outbox::Outbox;
 use crate::mlx::ops;
-use crate::model::{Batch, Model};
+use crate::model::{Batch, Dispatch, Model};
 use crate::sample::constraint::Constraint;
 use crate::sample::{Draft, Logprobs, Rows, SampleError, Sampler, TokenScores};
 use crate::speculate::round::{settle, Judged};
@@ -275,9 +275,8 @@ impl Decoding<'_> {
         let ids = concatenate(&parts, 1)?;
         let before = self.caches.mark();
         self.caches.keep_rows(true);
-        let hidden = self
-            .model
-            .forward(&Batch::text(&ids, slot + self.delta), &mut self.caches)?;
+        let batch = Batch::text(&ids, slot + self.delta).dispatched(Dispatch::AsBuilt);
+        let hidden = self.model.forward(&batch, &mut self.caches)?;
         let logits = self.model.unembed(&hidden)?;
         let rows = logits.dim(1);
         let logits = logits.reshape(&[rows, logits.dim(2)])?;
@@ -314,14 +313,26 @@ impl Decoding<'_> {
         let mut scores = scores.iter();
         let settled = settle(&judged, |token| self.take(token, scores.next()).transpose());
         let kept = settled.kept() as i32;
-        self.caches.rollback(slot + kept)?;
-        self.caches.keep_rows(false);
+        // A head that needs nothing of the trunk's caches is given its next work before the host undoes them.
+        let early = self.drafter.as_ref().is_some_and(Drafter::is_independent);
+        if !early {
+            self.caches.rollback(slot + kept)?;
+        }
         self.consumed.extend(&settled.committed);
         self.sampler.commit(&settled.recorded)?;
         if let Some(drafter) = &mut self.drafter {
             let ids = ops::slice_axis(&ids, 1, 0, kept)?;
             drafter.observe(&ids, &ops::slice_axis(&hidden, 1, 0, kept)?, &self.caches)?;
+            let goes_on = settled.current().filter(|_| settled.finish.is_none());
+            if let Some(next) = goes_on.filter(|_| early) {
+                let position = (slot + kept) as u64 + 1;
+                drafter.begin(&ids_array(&[next]), position, &self.sampler, &self.caches)?;
+            }
         }
+        if early {
+            self.caches.rollback(slot + kept)?;
+        }
+        self.caches.keep_rows(false);
         self.current = settled.current().unwrap_or(self.current);
         self.stats.round(
             proposed,

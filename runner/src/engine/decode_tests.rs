@@ -4,11 +4,12 @@ use super::support::{begin, check_caches, sequence, target, text, waits, Ending,
 use super::*;
 use crate::engine::scripted::Target;
 
-/// Whether the last forward's ids were known to the host, and that of the head's calls behind the first.
-fn any_known(model: &Target) -> bool {
+/// Whether the last forward's ids were known to the host, or those of the chained calls of the head.
+fn any_known(model: &Target, depth: usize) -> bool {
     let target = model.calls.borrow().iter().any(|call| call.known);
     let chained = model.head.as_ref().unwrap().calls.borrow();
-    target || chained.iter().skip(1).any(|call| call.known)
+    let chained = chained.iter().skip(1).take(depth - 1);
+    target || chained.into_iter().any(|call| call.known)
 }
 
 /// One round with the drafts at the places of `wrong` wrong, then one with all right.
@@ -42,16 +43,18 @@ fn one_pattern(depth: usize, wrong: u32, ending: Ending) {
     // One wait, before which nobody knew a draft; one forward, and no head call for the first draft.
     assert_eq!(waits(), 1, "{case}");
     assert!(
-        !any_known(&model),
+        !any_known(&model, depth),
         "{case}: a draft was read before its verification"
     );
     let slot = PROMPT as i32 - 1;
     assert_eq!(model.take_extents(), [(slot, depth as i32 + 1)], "{case}");
     let chained = (0..depth as i32 - 1).map(|step| (slot + step, 1));
     let first = std::iter::once((0, slot));
+    // Where the generation goes on, the next chain is begun at once, from what stands.
+    let next = finish.is_none().then_some((slot, recorded as i32));
     assert_eq!(
         model.take_head_extents(),
-        first.chain(chained).collect::<Vec<_>>(),
+        first.chain(chained).chain(next).collect::<Vec<_>>(),
         "{case}"
     );
     let tested = decoding.stats.last_round();
@@ -100,15 +103,14 @@ fn accepted_pairs_are_rewritten_from_the_targets_states_in_the_next_first_call()
     );
     decoding.round(3, &outbox).unwrap();
     assert_eq!(model.take_extents(), [(5, 4)]);
-    assert_eq!(model.take_head_extents(), [(0, 5), (5, 1), (6, 1)]);
     assert_eq!((decoding.caches.offset(), decoding.current), (7, tokens[7]));
     assert_eq!(
         decoding.drafter.as_ref().unwrap().caches().offset(),
-        5,
-        "chained slots are rewound"
+        7,
+        "chained slots are rewound, accepted ones rewritten by the next chain's first call"
     );
-    decoding.round(3, &outbox).unwrap();
-    let first = model.head.as_ref().unwrap().calls.borrow()[0].clone();
+    let first = model.head.as_ref().unwrap().calls.borrow()[3].clone();
+    assert_eq!(model.take_head_extents(), [(0, 5), (5, 1), (6, 1), (5, 2)]);
     assert_eq!(first.extent(), (5, 2), "as wide as what was accepted, and one");
     let fed = first.states.unwrap().to_vec_cast::<f32>().unwrap();
     assert_eq!(
@@ -120,7 +122,8 @@ fn accepted_pairs_are_rewritten_from_the_targets_states_in_the_next_first_call()
         first.ids.to_vec_cast::<i32>().unwrap(),
         [tokens[6] as i32, tokens[7] as i32]
     );
-    assert_eq!(model.take_head_extents(), [(5, 2), (7, 1), (8, 1)]);
+    decoding.round(3, &outbox).unwrap();
+    assert_eq!(model.take_head_extents(), [(7, 1), (8, 1), (7, 4)]);
     assert_eq!(model.take_extents(), [(7, 4)]);
     check_caches(&mut decoding, &tokens, 11, "after the second round");
 

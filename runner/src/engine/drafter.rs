@@ -9,14 +9,14 @@ use std::rc::Rc;
 
 use mlx_rs::error::{Exception, Result};
 use mlx_rs::ops::concatenate;
-use mlx_rs::transforms::eval;
+use mlx_rs::transforms::{async_eval, eval};
 use mlx_rs::Array;
 
 use super::decode::waiting;
 use super::media::Placed;
 use crate::cache::{Caches, KvSegment};
 use crate::mlx::ops;
-use crate::model::{Batch, DraftModel};
+use crate::model::{Batch, Dispatch, DraftKind, DraftModel};
 use crate::sample::{Draft, Sampler};
 
 /// Pairs that may wait before they are written in one batch.
@@ -33,6 +33,17 @@ pub struct Drafter<'m> {
     consumed: i32,
     /// The prompt's pictures.
     media: Rc<Placed>,
+    /// A first draft that was begun before anybody asked for it.
+    begun: Option<Begun>,
+}
+
+/// The first step of a chain.
+#[derive(Debug)]
+struct Begun {
+    position: u64,
+    /// What the next step is conditioned on, [1, 1, D].
+    carried: Array,
+    draft: Draft,
 }
 
 impl std::fmt::Debug for Drafter<'_> {
@@ -56,6 +67,7 @@ impl<'m> Drafter<'m> {
             frontier: None,
             consumed: 0,
             media: Rc::default(),
+            begun: None,
         }
     }
 
@@ -79,6 +91,7 @@ impl<'m> Drafter<'m> {
     pub fn resume(&mut self, consumed: i32, mut caches: Caches, frontier: Array) {
         caches.rewind(consumed - 1);
         self.caches = caches;
+        self.begun = None;
         self.pending.clear();
         self.waiting = 0;
         self.consumed = consumed;
@@ -88,6 +101,7 @@ impl<'m> Drafter<'m> {
     /// Reports that the trunk has consumed `ids` [1, L], with its states after the final norm, [1, L, D].
     pub fn observe(&mut self, ids: &Array, hidden: &Array, target: &Caches) -> Result<()> {
         let rows = ids.dim(1);
+        self.begun = None;
         let last = ops::slice_axis(hidden, 1, rows - 1, rows)?;
         // The pair of slot `consumed - 1` is there already if the last round drafted from it.
         let known = self.caches.offset() + self.waiting;
@@ -141,6 +155,7 @@ impl<'m> Drafter<'m> {
             // A pair's token stands one slot ahead of its state.
             media: &self.media.media(slot + 1, rows)?,
             conditioning: Some(states),
+            dispatch: Dispatch::Together,
         };
         self.head.forward(&batch, target, &mut self.caches)
     }
@@ -174,11 +189,62 @@ impl<'m> Drafter<'m> {
 
     /// Forgets the pair of the last consumed token again: its output is where the next draft begins.
     pub fn unsettle(&mut self) {
+        self.begun = None;
         self.caches.rewind(self.consumed - 1);
     }
 
+    /// Begins the chain after `current` ([1, 1]), whose first draft has `position`, before it is known whether anybody will
+    /// ask for it, so that the device has work while the host settles a round. [`Drafter::observe`] drops it again.
+    pub fn begin(
+        &mut self,
+        current: &Array,
+        position: u64,
+        sampler: &Sampler,
+        target: &Caches,
+    ) -> Result<()> {
+        self.begun = self.first(current, position, sampler, target)?;
+        Ok(())
+    }
+
+    /// The first step of the chain; `None` where there is no state to start from.
+    fn first(
+        &mut self,
+        current: &Array,
+        position: u64,
+        sampler: &Sampler,
+        target: &Caches,
+    ) -> Result<Option<Begun>> {
+        let Some(frontier) = self.frontier.clone() else {
+            return Ok(None);
+        };
+        let extra =
+            (self.caches.offset() + self.waiting < self.consumed).then(|| (current.clone(), frontier));
+        let (tokens, states) = self
+            .take_pending(extra)?
+            .ok_or_else(|| Exception::custom("the drafter has no pair for the current token"))?;
+        let out = self.run(&tokens, &states, target)?;
+        let rows = out.dim(1);
+        let carried = ops::slice_axis(&out, 1, rows - 1, rows)?;
+        let draft = self.score(&carried, position, sampler, &[])?;
+        Ok(Some(Begun {
+            position,
+            carried,
+            draft,
+        }))
+    }
+
+    /// Draws a token from a state [1, 1, D] of the head. The device drafts while the host describes the next step; on the
+    /// host's cores too this is worth a quarter of a round.
+    fn score(&self, carried: &Array, position: u64, sampler: &Sampler, before: &[Draft]) -> Result<Draft> {
+        let logits = self.head.unembed(carried)?;
+        let width = logits.dim(2);
+        let draft = sampler.draft(&logits.reshape(&[1, width])?, position, before, None)?;
+        async_eval([draft.ids()])?;
+        Ok(draft)
+    }
+
     /// Draws `depth` tokens after `current` ([1, 1]), the token that the trunk consumes next; `position` is that of the first
-    /// draft. Lazy: nothing is evaluated.
+    /// draft. Each draft is on its way to the device before the next is described; nothing is waited for.
     pub fn draft(
         &mut self,
         current: &Array,
@@ -187,37 +253,31 @@ impl<'m> Drafter<'m> {
         sampler: &Sampler,
         target: &Caches,
     ) -> Result<Vec<Draft>> {
-        let Some(frontier) = self.frontier.clone() else {
+        let first = match self.begun.take().filter(|begun| begun.position == position) {
+            Some(begun) => Some(begun),
+            None => self.first(current, position, sampler, target)?,
+        };
+        let Some(Begun {
+            mut carried, draft, ..
+        }) = first
+        else {
             return Ok(Vec::new());
         };
-        let extra =
-            (self.caches.offset() + self.waiting < self.consumed).then(|| (current.clone(), frontier));
-        let (tokens, states) = self
-            .take_pending(extra)?
-            .ok_or_else(|| Exception::custom("the drafter has no pair for the current token"))?;
-        let out = self.run(&tokens, &states, target)?;
         let settled = self.caches.offset();
-        let rows = out.dim(1);
-        let mut carried = ops::slice_axis(&out, 1, rows - 1, rows)?;
-        let mut drafts: Vec<Draft> = Vec::with_capacity(depth);
-        for step in 0..depth {
-            if let Some(last) = drafts.last() {
-                let token = last.ids().reshape(&[1, 1])?;
-                carried = self.run(&token, &carried, target)?;
-            }
-            let logits = self.head.unembed(&carried)?;
-            let width = logits.dim(2);
-            let draft = sampler.draft(
-                &logits.reshape(&[1, width])?,
-                position + step as u64,
-                &drafts,
-                None,
-            )?;
-            drafts.push(draft);
+        let mut drafts = vec![draft];
+        for step in 1..depth {
+            let token = drafts[step - 1].ids().reshape(&[1, 1])?;
+            carried = self.run(&token, &carried, target)?;
+            drafts.push(self.score(&carried, position + step as u64, sampler, &drafts)?);
         }
         // Chained slots hold the head's own states; accepted ones are rewritten from the trunk's with the next first call.
         self.caches.rewind(settled);
         Ok(drafts)
+    }
+
+    /// Whether the chain needs nothing of the trunk but the states that it was told of.
+    pub fn is_independent(&self) -> bool {
+        self.head.kind() == DraftKind::ChainedHead
     }
 
     /// Bytes held.

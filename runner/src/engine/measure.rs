@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use lookahead_protocol::ErrorCode;
 use mlx_rs::ops::indexing::argmax_axis;
-use mlx_rs::transforms::eval;
+use mlx_rs::transforms::{async_eval, eval};
 use serde::Serialize;
 
 use super::decode::ids_array;
@@ -20,7 +20,7 @@ use crate::host::latch::Latch;
 use crate::host::outbox::Outbox;
 use crate::mlx::{graph_size, Backend};
 use crate::model::qwen3_5::Qwen35;
-use crate::model::{Batch, Model as _};
+use crate::model::{Batch, Dispatch, Model as _};
 
 /// Cost of one width.
 #[derive(Debug, Serialize)]
@@ -29,6 +29,10 @@ pub struct Width {
     pub rows: usize,
     /// Milliseconds, states of every row kept, logits and choice evaluated.
     pub milliseconds: f64,
+    /// Of these, until the host has described the whole graph, some of which the device is computing by then.
+    pub described: f64,
+    /// And until it has handed all of it to the device.
+    pub submitted: f64,
 }
 
 /// All figures.
@@ -80,21 +84,28 @@ pub fn measure(settings: &Settings, context: usize, prefill_tokens: usize) -> Re
     for rows in [1, 2, 3, 4, 6, 8, 12, 16] {
         let batch = ids_array(&ids[..rows]);
         let slot = caches.offset();
-        let mut times = Vec::new();
+        let (mut times, mut described, mut submitted) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..24 {
             let start = Instant::now();
+            let elapsed = || start.elapsed().as_secs_f64() * 1e3;
             let before = caches.mark();
             caches.keep_rows(true);
-            let hidden = model.forward(&Batch::text(&batch, slot), &mut caches)?;
+            let waited = Batch::text(&batch, slot).dispatched(Dispatch::AsBuilt);
+            let hidden = model.forward(&waited, &mut caches)?;
             let best = argmax_axis(model.unembed(&hidden)?, -1, None)?;
+            described.push(elapsed());
+            async_eval([&best])?;
+            submitted.push(elapsed());
             eval([&best])?;
-            times.push(start.elapsed().as_secs_f64() * 1e3);
+            times.push(elapsed());
             caches.keep_rows(false);
             caches.reset(before);
         }
         widths.push(Width {
             rows,
             milliseconds: median(&mut times[4..]),
+            described: median(&mut described[4..]),
+            submitted: median(&mut submitted[4..]),
         });
     }
     let mut token = ids_array(&ids[..1]);
@@ -108,7 +119,7 @@ pub fn measure(settings: &Settings, context: usize, prefill_tokens: usize) -> Re
         if operations == 0 {
             operations = graph_size::operations(&[&next])?;
         }
-        mlx_rs::transforms::async_eval([&next])?;
+        async_eval([&next])?;
         eval([&token])?;
         token = next;
         times.push(start.elapsed().as_secs_f64() * 1e3);

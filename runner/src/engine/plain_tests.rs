@@ -18,8 +18,13 @@ fn parking_and_resuming_neither_lose_nor_repeat_a_token() {
         let outbox = Outbox::default();
         decoding.round(2, &outbox).unwrap();
         let slot = PROMPT + 2;
+        let behind = PROMPT as i32 - 1;
         model.take_extents();
-        model.take_head_extents();
+        assert_eq!(
+            model.take_head_extents(),
+            [(0, behind), (behind, 1), (behind, 3)],
+            "the next chain is begun by the round before it"
+        );
         waits();
         assert_eq!(decoding.plain(parked, &outbox, || false).unwrap(), None);
         let steps: Vec<(i32, i32)> = (0..parked as i32).map(|step| (slot as i32 + step, 1)).collect();
@@ -40,10 +45,9 @@ fn parking_and_resuming_neither_lose_nor_repeat_a_token() {
             [(slot as i32, 3)],
             "the round begins with the last token drawn"
         );
-        let behind = PROMPT as i32 - 1;
         assert_eq!(
             model.take_head_extents(),
-            [(behind, parked as i32 + 3), (slot as i32, 1)]
+            [(behind + 3, parked as i32), (slot as i32, 1), (slot as i32, 3)]
         );
         check_caches(&mut decoding, &tokens, slot + 3, &format!("parked for {parked}"));
         let told = decoding.stats.to_wire();
@@ -121,7 +125,7 @@ fn pairs_are_written_in_one_call_once_256_wait() {
     let slot = PROMPT as i32 - 1 + 552;
     assert_eq!(
         model.take_head_extents(),
-        [(512, slot - 512), (slot, 1), (slot + 1, 1)]
+        [(512, slot - 512), (slot, 1), (slot + 1, 1), (slot, 4)]
     );
     check_caches(&mut decoding, &tokens, slot as usize + 4, "after two flushes");
 }

@@ -16,7 +16,7 @@ use super::media::Placed;
 use super::prefix::{Live, Path, State};
 use super::Engine;
 use crate::mlx::{memory, ops};
-use crate::model::Batch;
+use crate::model::{Batch, Dispatch};
 use crate::prefix::plan::{Capture, PointKind, Role, Turn};
 use crate::text::Specials;
 
@@ -213,6 +213,7 @@ fn chunk(decoding: &mut Decoding<'_>, ids: &Array, placed: &Placed) -> mlx_rs::e
         positions: placed.positions(slot, rows),
         media: &placed.media(slot, rows)?,
         conditioning: None,
+        dispatch: Dispatch::Together,
     };
     let hidden = decoding.model.forward(&batch, &mut decoding.caches)?;
     let mut arrays = decoding.caches.arrays();

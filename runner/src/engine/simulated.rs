@@ -8,7 +8,9 @@ use std::cell::Cell;
 use std::time::Instant;
 
 use mlx_rs::error::Result as MlxResult;
-use mlx_rs::{Array, Dtype};
+use mlx_rs::ops::select;
+use mlx_rs::transforms::eval;
+use mlx_rs::Array;
 use serde::Serialize;
 
 use super::job::Refusal;
@@ -26,7 +28,7 @@ const ACCEPTANCE: f64 = 0.75;
 /// Depths tried.
 const DEPTHS: [usize; 4] = [1, 2, 3, 5];
 /// Tokens timed, and tokens before that.
-const TOKENS: u32 = 160;
+const TOKENS: u32 = 400;
 const WARM: u32 = 24;
 
 /// Drafting at one depth.
@@ -46,6 +48,8 @@ pub struct Simulated {
 struct Oracle<'m> {
     head: &'m dyn DraftModel,
     sequence: Vec<u32>,
+    /// The ids of all columns, [1, 1, V].
+    columns: Array,
     /// Slots of the head's cache after its last forward.
     slots: Cell<usize>,
 }
@@ -68,15 +72,10 @@ impl DraftModel for Oracle<'_> {
         let truth = self.sequence.get(place).copied().unwrap_or(0);
         let right = rng::uniform(7, place as u64, rng::Purpose::Accept) < ACCEPTANCE as f32;
         let token = if right { truth } else { truth ^ 1 };
-        let favour = Array::from_slice(&[token as i32], &[1]).reshape(&[1, 1, 1])?;
-        let columns =
-            mlx_rs::ops::arange::<_, i32>(None, logits.dim(2), None)?.reshape(&[1, 1, logits.dim(2)])?;
-        // The logits stay in the sum, so that the projection is computed.
-        let bonus = columns
-            .eq(&favour)?
-            .as_dtype(Dtype::Float32)?
-            .multiply(Array::from_f32(1e6))?;
-        logits.as_dtype(Dtype::Float32)?.add(&bonus)
+        let favour = self.columns.eq(Array::from_int(token as i32))?;
+        let certain = Array::from_f32(1e6).as_dtype(logits.dtype())?;
+        // Its other logits are the head's own, so that the projection is computed.
+        select(&favour, &certain, &logits)
     }
 
     fn kind(&self) -> DraftKind {
@@ -105,9 +104,13 @@ pub fn simulate(model: &Qwen35, text: &TextStack, path: Path) -> Result<Vec<Simu
     let mut truth = plain.consumed.clone();
     truth.push(plain.current);
     drop(plain);
+    let width = model.vocabulary_size();
+    let columns = mlx_rs::ops::arange::<_, i32>(None, width, None)?.reshape(&[1, 1, width])?;
+    eval([&columns])?;
     let oracle = Oracle {
         head,
         sequence: truth,
+        columns,
         slots: Cell::new(0),
     };
     let mut out = Vec::new();

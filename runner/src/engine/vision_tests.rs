@@ -16,7 +16,7 @@ use crate::model::checkpoint::Checkpoint;
 use crate::model::plan::{plan, PlanOptions};
 use crate::model::qwen3_5::load;
 use crate::model::weights::{Precision, Weights};
-use crate::model::{Batch, Model as _};
+use crate::model::{Batch, Dispatch, Model as _};
 
 fn worst(a: &Array, b: &Array) -> f32 {
     assert_eq!(a.shape(), b.shape());
@@ -77,6 +77,7 @@ fn chunks_of_a_prompt_with_pictures_leave_what_one_pass_leaves_in_trunk_and_head
                 positions: placed.positions(slot, ids.dim(1)),
                 media: &placed.media(slot, ids.dim(1)).unwrap(),
                 conditioning: None,
+                dispatch: Dispatch::Together,
             };
             let hidden = model.forward(&batch, &mut caches).unwrap();
             drafter.observe(&ids, &hidden, &caches).unwrap();
@@ -97,6 +98,7 @@ fn chunks_of_a_prompt_with_pictures_leave_what_one_pass_leaves_in_trunk_and_head
         positions: placed.positions(0, total - 1),
         media: &placed.media(1, total - 1).unwrap(),
         conditioning: Some(&before),
+        dispatch: Dispatch::Together,
     };
     head.forward(&batch, &model.new_caches(), &mut draft).unwrap();
     let wanted = draft.kv_segments(0, total - 1).unwrap();

@@ -54,6 +54,15 @@ pub struct MediaSpan {
     pub features: Array,
 }
 
+/// When a forward's operations go to the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dispatch {
+    /// All together, once something that depends on them is evaluated.
+    Together,
+    /// A few layers at a time while the host still describes the next ones: for a forward whose end the host waits for.
+    AsBuilt,
+}
+
 /// New tokens of one forward, right-aligned. Every shape keeps the sequence axis B.
 #[derive(Debug)]
 pub struct Batch<'a> {
@@ -65,6 +74,8 @@ pub struct Batch<'a> {
     pub media: &'a [MediaSpan],
     /// States that a drafter conditions on, [B, L, D].
     pub conditioning: Option<&'a Array>,
+    /// When it begins; changes no result.
+    pub dispatch: Dispatch,
 }
 
 impl<'a> Batch<'a> {
@@ -75,7 +86,13 @@ impl<'a> Batch<'a> {
             positions: Positions::Sequential { start },
             media: &[],
             conditioning: None,
+            dispatch: Dispatch::Together,
         }
+    }
+
+    /// The same, dispatched so.
+    pub fn dispatched(self, dispatch: Dispatch) -> Self {
+        Self { dispatch, ..self }
     }
 
     /// Number of rows, L.

@@ -15,7 +15,7 @@ use mlx_rs::Array;
 use super::dist::{Dist, Draws, Rows};
 use super::sampler::{fault, Draft, SampleError};
 use super::{fused, graph};
-use crate::mlx::Path;
+use crate::mlx::{ops, Path};
 
 /// A tested round, not yet read.
 #[derive(Debug)]
@@ -25,6 +25,8 @@ pub struct Verdict {
     /// The drafts, int32, k in all.
     drafts: Vec<Array>,
     rows: Rows,
+    choice: Readable,
+    peak: Readable,
     rejection: Option<Rejection>,
 }
 
@@ -32,11 +34,42 @@ pub struct Verdict {
 #[derive(Debug)]
 struct Rejection {
     /// 1 where a draft stands, int32 [k].
-    accepted: Array,
+    accepted: Readable,
     /// The token in place of a draft that doesn't, int32 [k].
     instead: Array,
+    /// The same for the host.
+    instead_read: Readable,
     /// The drafts' peaks.
     peaks: Vec<Array>,
+}
+
+/// A few numbers that the host will look at.
+///
+/// On a GPU, MLX keeps arrays of at most eight bytes where the host sees them. A longer one is moved when the host asks for
+/// it, which takes as long as a layer of the model; so it is cut into pieces on the device.
+#[derive(Debug)]
+struct Readable(Vec<Array>);
+
+impl Readable {
+    /// `array` has one dimension and elements of four bytes.
+    fn new(array: &Array, path: Path) -> Result<Self> {
+        const PIECE: i32 = 2;
+        let len = array.dim(0);
+        if path == Path::Cpu || len <= PIECE {
+            return Ok(Self(vec![array.clone()]));
+        }
+        let piece = |from: i32| ops::compact(&ops::slice_axis(array, 0, from, len.min(from + PIECE))?);
+        let pieces = (0..len).step_by(PIECE as usize).map(piece);
+        Ok(Self(pieces.collect::<Result<_>>()?))
+    }
+
+    fn values<T: mlx_rs::ArrayElement + Copy>(&self) -> Result<Vec<T>> {
+        let mut out = Vec::new();
+        for piece in &self.0 {
+            out.extend(values::<T>(piece)?);
+        }
+        Ok(out)
+    }
 }
 
 /// What a round yielded.
@@ -60,13 +93,15 @@ impl Outcome {
     }
 }
 
-pub(super) fn coupled(rows: Rows, drafts: Vec<Array>, position: u64) -> Verdict {
-    Verdict {
+pub(super) fn coupled(rows: Rows, drafts: Vec<Array>, position: u64, path: Path) -> Result<Verdict> {
+    Ok(Verdict {
         position,
         drafts,
+        choice: Readable::new(&rows.choice, path)?,
+        peak: Readable::new(&rows.peak, path)?,
         rows,
         rejection: None,
-    }
+    })
 }
 
 pub(super) fn rejection(
@@ -87,9 +122,12 @@ pub(super) fn rejection(
     Ok(Verdict {
         position,
         drafts: ids.into_iter().cloned().collect(),
+        choice: Readable::new(&rows.choice, path)?,
+        peak: Readable::new(&rows.peak, path)?,
         rows,
         rejection: Some(Rejection {
-            accepted,
+            accepted: Readable::new(&accepted, path)?,
+            instead_read: Readable::new(&instead, path)?,
             instead,
             peaks,
         }),
@@ -110,10 +148,11 @@ impl Verdict {
         let rejection = self
             .rejection
             .iter()
-            .flat_map(|r| [&r.accepted, &r.instead].into_iter().chain(&r.peaks));
+            .flat_map(|r| r.accepted.0.iter().chain(&r.instead_read.0).chain(&r.peaks));
         self.drafts
             .iter()
-            .chain([&self.rows.choice, &self.rows.peak])
+            .chain(&self.choice.0)
+            .chain(&self.peak.0)
             .chain(rejection)
     }
 
@@ -137,6 +176,19 @@ impl Verdict {
         picks
     }
 
+    /// Every draft, every choice of the target's, and what the rejection rule has: which drafts stand, and replacements.
+    #[cfg(test)]
+    #[expect(clippy::type_complexity, reason = "four lists of one length, for one test")]
+    pub(super) fn values(&self) -> Result<(Vec<i32>, Vec<i32>, Option<(Vec<i32>, Vec<i32>)>)> {
+        eval(self.arrays())?;
+        let drafts: Result<Vec<Vec<i32>>> = self.drafts.iter().map(values::<i32>).collect();
+        let rejection = match &self.rejection {
+            Some(r) => Some((r.accepted.values()?, r.instead_read.values()?)),
+            None => None,
+        };
+        Ok((drafts?.concat(), self.choice.values()?, rejection))
+    }
+
     /// Waits for the round and says what it yielded. A fault in a row behind the last token that stands doesn't matter.
     pub fn read(&self) -> std::result::Result<Outcome, SampleError> {
         eval(self.arrays())?;
@@ -144,8 +196,8 @@ impl Verdict {
         for ids in &self.drafts {
             drafts.extend(values::<i32>(ids)?.into_iter().map(|id| id as u32));
         }
-        let choice = values::<i32>(&self.rows.choice)?;
-        let peaks = values::<f32>(&self.rows.peak)?;
+        let choice = self.choice.values::<i32>()?;
+        let peaks = self.peak.values::<f32>()?;
         let k = drafts.len();
         let (accepted, next) = match &self.rejection {
             None => {
@@ -157,11 +209,13 @@ impl Verdict {
                 (accepted, choice[accepted])
             }
             Some(rejection) => {
-                let accepted = values::<i32>(&rejection.accepted)?
+                let accepted = rejection
+                    .accepted
+                    .values::<i32>()?
                     .iter()
                     .take_while(|&&a| a != 0)
                     .count();
-                let instead = values::<i32>(&rejection.instead)?;
+                let instead = rejection.instead_read.values::<i32>()?;
                 (
                     accepted,
                     if accepted < k {

@@ -119,16 +119,11 @@ fn tests(toy: &Toy, sampler: &Sampler, n: usize) -> (Vec<u64>, u64) {
     for start in (0..n).step_by(batch) {
         let draft = sampler.draft(&drafter, start as u64, &[], None).unwrap();
         let verdict = sampler.verify(&target, start as u64, &[draft], None).unwrap();
-        let arrays: Vec<&Array> = verdict.arrays().collect();
-        let (drafts, choice) = (arrays[0].as_slice::<i32>(), arrays[1].as_slice::<i32>());
+        let (drafts, choice, rejection) = verdict.values().unwrap();
         for row in 0..batch {
-            // Behind the peaks, the rejection rule adds what stands and what is drawn instead.
-            let (stands, instead) = match arrays.get(3..5) {
-                Some([accepted, instead]) => (
-                    accepted.as_slice::<i32>()[row] == 1,
-                    instead.as_slice::<i32>()[row],
-                ),
-                _ => (drafts[row] == choice[row], choice[row]),
+            let (stands, instead) = match &rejection {
+                Some((accepted, instead)) => (accepted[row] == 1, instead[row]),
+                None => (drafts[row] == choice[row], choice[row]),
             };
             stood += u64::from(stands);
             tokens[if stands { drafts[row] } else { instead } as usize] += 1;

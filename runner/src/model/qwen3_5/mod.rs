@@ -23,12 +23,15 @@ use mlx_rs::ops::concatenate;
 use mlx_rs::{Array, Dtype};
 
 use super::linear::Linear;
-use super::{Batch, DraftModel, MediaSpan, Model};
+use super::{Batch, Dispatch, DraftModel, MediaSpan, Model};
 use crate::cache::{Caches, KvCache, LayerCache, RecurrentCache};
 use crate::mlx::ops;
 
 pub use head::MtpHead;
 pub use load::{load, Loaded};
+
+/// Layers dispatched at a time where a forward is dispatched as it is built.
+const PIECE: usize = 4;
 
 /// Token embedding and vocabulary projection, shared by trunk and head.
 #[derive(Debug)]
@@ -142,7 +145,10 @@ impl Model for Qwen35 {
         let rotation = self.rope.rotation(&batch.positions, batch.rows());
         let offset = caches.offset();
         let mut stream = norm::Stream::new(self.vocabulary.embed(batch.ids, batch.media)?);
-        for (layer, cache) in self.layers.iter().zip(&mut caches.layers) {
+        for (index, (layer, cache)) in self.layers.iter().zip(&mut caches.layers).enumerate() {
+            if batch.dispatch == Dispatch::AsBuilt && index > 0 && index % PIECE == 0 {
+                stream.dispatch()?;
+            }
             layer.forward(&mut stream, &rotation, offset, cache)?;
         }
         caches.advance(batch.rows());

@@ -5,6 +5,7 @@
 
 use mlx_rs::error::Result;
 use mlx_rs::fast::rms_norm;
+use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 
 use crate::mlx::gpu::products::Gain;
@@ -68,6 +69,11 @@ impl Stream {
     /// Its type.
     pub fn dtype(&self) -> Dtype {
         self.x.dtype()
+    }
+
+    /// Sends what has been described so far to the device.
+    pub fn dispatch(&self) -> Result<()> {
+        async_eval(std::iter::once(&self.x).chain(&self.added))
     }
 
     /// Adds a block's output.
