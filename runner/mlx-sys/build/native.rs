@@ -36,11 +36,13 @@ pub(crate) fn compile(crate_dir: &Path, mlx_c: &Path, wheels: &Wheels, target: T
     }
     build.try_compile("mlxc")?;
 
+    println!("cargo::rustc-check-cfg=cfg(openblas)");
     println!("cargo::rustc-link-search=native={}", wheels.lib.display());
     println!("cargo::rustc-link-lib=dylib=mlx");
     match (&wheels.openblas, target) {
         (Some(openblas), _) => {
             blas(&native)?;
+            println!("cargo::rustc-cfg=openblas");
             println!("cargo::rustc-link-search=native={}", openblas.display());
             println!("cargo::rustc-link-lib=dylib=scipy_openblas");
         }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "skinny.h"
@@ -98,8 +99,8 @@ EXPORT void cblas_sgemm(
       a = rows.data();
       lda = k;
     }
-    skinny::multiply(
-        {m, n, k, alpha, a, lda, b, ldb, beta, c, ldc}, skinny::best_kernel(), threads());
+    skinny::multiply<float>(
+        {m, n, k, alpha, a, lda, b, ldb, beta, c, ldc}, skinny::best_kernel<float>(), threads());
     return;
   }
   if (order == kRowMajor && m == 1 && transb == kNoTrans) {
@@ -126,14 +127,56 @@ EXPORT void cblas_cgemm(
   scipy_cblas_cgemm(order, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
+// y [m, n] = x [m, k] * w^T for w [n, k] of bfloat16, all rows without gaps, as if w had been widened to float32 before:
+// few rows as they lie, many a panel of w at a time, widened where the thread's cache holds it.
+EXPORT void lookahead_bf16_product(int m, int n, int k, const float* x, const std::uint16_t* w, float* y) {
+  static_assert(sizeof(skinny::bf16) == sizeof(std::uint16_t));
+  const auto* numbers = reinterpret_cast<const skinny::bf16*>(w);
+  if (m <= skinny::kMaxRows) {
+    skinny::multiply<skinny::bf16>(
+        {m, n, k, 1, x, k, numbers, k, 0, y, n}, skinny::best_kernel<skinny::bf16>(), threads());
+    return;
+  }
+  // Whole register tiles of any of OpenBLAS's kernels, and at most so many numbers: the rows are packed anew for each panel,
+  // so it is as wide as a cache allows.
+  constexpr int kStep = 48;
+  constexpr int kNumbers = 1 << 20;
+  int shares = 2 * threads();
+  int widest = std::max(kNumbers / std::max(k, 1) / kStep, 1) * kStep;
+  int width = std::min((n + shares * kStep - 1) / (shares * kStep) * kStep, widest);
+  int parts = (n + width - 1) / width;
+  skinny::pool().run(threads(), parts, [&](int part) {
+    thread_local std::vector<float> panel;
+    int begin = part * width;
+    int columns = std::min(width, n - begin);
+    std::size_t count = static_cast<std::size_t>(columns) * k;
+    panel.resize(std::max(panel.size(), count));
+    const skinny::bf16* from = numbers + static_cast<std::ptrdiff_t>(begin) * k;
+    skinny::widen_all(from, count, panel.data());
+    scipy_cblas_sgemm(
+        kRowMajor, kNoTrans, kTrans, m, columns, k, 1, x, k, panel.data(), k, 0, y + begin, n);
+  });
+}
+
 // One way of computing a product, of those that cblas_sgemm chooses from: an instruction set (0 is what every
 // processor has) and a number of threads. Says whether this processor has the instruction set.
 EXPORT bool lookahead_skinny_sgemm(
     int level, int threads, int m, int n, int k, float alpha,
     const float* a, int lda, const float* b, int ldb, float beta, float* c, int ldc) {
-  skinny::Kernel kernel = skinny::kernel(level);
+  skinny::Kernel<float> kernel = skinny::kernel<float>(level);
   if (kernel) {
-    skinny::multiply({m, n, k, alpha, a, lda, b, ldb, beta, c, ldc}, kernel, threads);
+    skinny::multiply<float>({m, n, k, alpha, a, lda, b, ldb, beta, c, ldc}, kernel, threads);
+  }
+  return kernel != nullptr;
+}
+
+// The same of a product with bfloat16 numbers, without gaps.
+EXPORT bool lookahead_skinny_bf16(
+    int level, int threads, int m, int n, int k, const float* a, const std::uint16_t* b, float* c) {
+  skinny::Kernel<skinny::bf16> kernel = skinny::kernel<skinny::bf16>(level);
+  if (kernel) {
+    const auto* numbers = reinterpret_cast<const skinny::bf16*>(b);
+    skinny::multiply<skinny::bf16>({m, n, k, 1, a, k, numbers, k, 0, c, n}, kernel, threads);
   }
   return kernel != nullptr;
 }

@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "thread_pool.h"
 #if defined(__x86_64__)
@@ -21,13 +23,26 @@ namespace skinny {
 // More rows than this are worth packing.
 constexpr int kMaxRows = 16;
 
-// Row-major: A is [m, k], B is [n, k], C is [m, n].
+// The upper half of a float32.
+struct bf16 {
+  std::uint16_t bits;
+};
+
+inline float widen(bf16 x) {
+  std::uint32_t bits = static_cast<std::uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Row-major: A is [m, k], B is [n, k] of float or bf16, C is [m, n].
+template <class Number>
 struct Product {
   int m, n, k;
   float alpha;
   const float* a;
   std::ptrdiff_t lda;
-  const float* b;
+  const Number* b;
   std::ptrdiff_t ldb;
   float beta;
   float* c;
@@ -54,6 +69,7 @@ INLINE Vec load(const float* from) {
   std::memcpy(&v, from, sizeof v);
   return v;
 }
+INLINE Vec load(const bf16* from) { return Vec{widen(from[0]), widen(from[1]), widen(from[2]), widen(from[3])}; }
 INLINE void sum4(Vec v, Vec w, Vec x, Vec y, float* out) {
   out[0] = (v[0] + v[1]) + (v[2] + v[3]);
   out[1] = (w[0] + w[1]) + (w[2] + w[3]);
@@ -74,6 +90,10 @@ constexpr int kWider = 1;
 using Vec = __m256;
 TARGET INLINE Vec zero() { return _mm256_setzero_ps(); }
 TARGET INLINE Vec load(const float* from) { return _mm256_loadu_ps(from); }
+TARGET INLINE Vec load(const bf16* from) {
+  __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
 TARGET INLINE Vec fma(Vec x, Vec y, Vec sum) { return _mm256_fmadd_ps(x, y, sum); }
 TARGET INLINE void sum4(Vec v, Vec w, Vec x, Vec y, float* out) {
   Vec sums = _mm256_hadd_ps(_mm256_hadd_ps(v, w), _mm256_hadd_ps(x, y));
@@ -92,6 +112,10 @@ constexpr int kWider = 2;
 using Vec = __m512;
 TARGET INLINE Vec zero() { return _mm512_setzero_ps(); }
 TARGET INLINE Vec load(const float* from) { return _mm512_loadu_ps(from); }
+TARGET INLINE Vec load(const bf16* from) {
+  __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
 TARGET INLINE Vec fma(Vec x, Vec y, Vec sum) { return _mm512_fmadd_ps(x, y, sum); }
 TARGET INLINE __m256 half(Vec v) {
   __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
@@ -108,31 +132,52 @@ TARGET INLINE void sum4(Vec v, Vec w, Vec x, Vec y, float* out) {
 #endif
 #undef INLINE
 
-using Kernel = void (*)(const Product&, int, int);
+template <class Number>
+using Kernel = void (*)(const Product<Number>&, int, int);
 
 // Level 0 is what every processor has; null where this one lacks the level.
-inline Kernel kernel(int level) {
+template <class Number>
+Kernel<Number> kernel(int level) {
 #if defined(__x86_64__)
   if (level == 2) {
-    return __builtin_cpu_supports("avx512f") ? avx512::columns : nullptr;
+    return __builtin_cpu_supports("avx512f") ? avx512::columns<Number> : nullptr;
   }
   if (level == 1) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2::columns : nullptr;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? avx2::columns<Number> : nullptr;
   }
 #endif
-  return level == 0 ? base::columns : nullptr;
+  return level == 0 ? base::columns<Number> : nullptr;
 }
 
-inline Kernel best_kernel() {
-  static const Kernel best = [] {
-    Kernel found = kernel(2);
-    found = found ? found : kernel(1);
-    return found ? found : kernel(0);
+template <class Number>
+Kernel<Number> best_kernel() {
+  static const Kernel<Number> best = [] {
+    Kernel<Number> found = kernel<Number>(2);
+    found = found ? found : kernel<Number>(1);
+    return found ? found : kernel<Number>(0);
   }();
   return best;
 }
 
-inline void multiply(const Product& p, Kernel kernel, int threads) {
+// All numbers of a piece of memory, by this processor's widest instructions.
+inline void widen_all(const bf16* from, std::size_t count, float* to) {
+  using Widen = void (*)(const bf16*, std::size_t, float*);
+  static const Widen best = [] {
+#if defined(__x86_64__)
+    if (kernel<bf16>(2)) {
+      return avx512::widen_all;
+    }
+    if (kernel<bf16>(1)) {
+      return avx2::widen_all;
+    }
+#endif
+    return base::widen_all;
+  }();
+  best(from, count, to);
+}
+
+template <class Number>
+void multiply(const Product<Number>& p, Kernel<Number> kernel, int threads) {
   // A part is a few microseconds of work, so that waking a thread pays and a slow one holds nobody up for long.
   constexpr double kPart = 32768;
   // Whole tiles of any width: no part but the last repeats a row.

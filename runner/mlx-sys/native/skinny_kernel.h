@@ -1,6 +1,7 @@
 // One instruction set's kernel for a few rows times a transposed matrix; skinny.h includes this file once for each.
 // Before that it defines KERNEL (a namespace) and TARGET (a function attribute), and in that namespace Vec, kLanes,
-// kWider (how many dozens of sums the registers hold), zero, load, fma and sum4.
+// kWider (how many dozens of sums the registers hold), zero, load, fma and sum4. B is read through load as well, which
+// widens bfloat16 exactly: a matrix of such numbers gives what the same numbers in float32 give.
 //
 // An element's value depends on its two rows and on k alone: lane l adds up the products l, l + kLanes, ..., a short
 // last step is padded with zeros, and sum4 adds the lanes in one fixed tree. Tiles decide only which elements are
@@ -9,9 +10,9 @@
 namespace KERNEL {
 
 // Elements of `rows` rows of A times `columns` rows of B: each vector that is loaded serves several of them.
-template <int rows, int columns>
+template <int rows, int columns, class Number>
 TARGET inline void tile(
-    const Product& p, std::ptrdiff_t ahead, const float* a, const float* const (&b)[columns],
+    const Product<Number>& p, std::ptrdiff_t ahead, const float* a, const Number* const (&b)[columns],
     float (&out)[(rows * columns + 3) / 4 * 4]) {
   constexpr int count = (rows * columns + 3) / 4 * 4;
   Vec sums[count];
@@ -64,9 +65,9 @@ TARGET inline void tile(
         [&](int j) TARGET __attribute__((always_inline)) { return load(b[j] + at); });
   }
   if (at < p.k) {
-    auto padded = [&](const float* from) TARGET __attribute__((always_inline)) {
-      float lanes[kLanes] = {};
-      std::memcpy(lanes, from + at, (p.k - at) * sizeof(float));
+    auto padded = [&](const auto* from) TARGET __attribute__((always_inline)) {
+      std::remove_cv_t<std::remove_reference_t<decltype(*from)>> lanes[kLanes] = {};
+      std::memcpy(lanes, from + at, (p.k - at) * sizeof lanes[0]);
       return load(lanes);
     };
     step(
@@ -79,9 +80,9 @@ TARGET inline void tile(
   }
 }
 
-template <int rows, int columns>
+template <int rows, int columns, class Number>
 TARGET void place(
-    const Product& p, std::ptrdiff_t ahead, int row, int column, int end, const float* const (&b)[columns]) {
+    const Product<Number>& p, std::ptrdiff_t ahead, int row, int column, int end, const Number* const (&b)[columns]) {
   float sums[(rows * columns + 3) / 4 * 4];
   tile<rows, columns>(p, ahead, p.a + row * p.lda, b, sums);
   int width = end - column < columns ? end - column : columns;
@@ -97,11 +98,11 @@ TARGET void place(
 
 // Every row of A meets a few rows of B while these are in the nearest cache. Rows of A go in as few groups of
 // `fewest` to `most` as there can be.
-template <int columns, int fewest, int most>
-TARGET void sweep(const Product& p, int begin, int end) {
+template <int columns, int fewest, int most, class Number>
+TARGET void sweep(const Product<Number>& p, int begin, int end) {
   int groups = (p.m + most - 1) / most;
   for (int column = begin; column < end; column += columns) {
-    const float* b[columns];
+    const Number* b[columns];
     for (int j = 0; j < columns; ++j) {
       // A tile that sticks out repeats the last row and drops the result.
       b[j] = p.b + (column + j < end ? column + j : end - 1) * p.ldb;
@@ -122,7 +123,8 @@ TARGET void sweep(const Product& p, int begin, int end) {
 }
 
 // Columns `begin..end` of C, which has 1 to 16 rows, in tiles that load few vectors for each product.
-TARGET void columns(const Product& p, int begin, int end) {
+template <class Number>
+TARGET void columns(const Product<Number>& p, int begin, int end) {
   switch (p.m) {
     case 1:
       return sweep<8, 1, 1>(p, begin, end);
@@ -130,6 +132,17 @@ TARGET void columns(const Product& p, int begin, int end) {
       return sweep<4 * kWider, 2, 3>(p, begin, end);
     default:
       return sweep<3 * kWider, 3, 4>(p, begin, end);
+  }
+}
+
+TARGET void widen_all(const bf16* from, std::size_t count, float* to) {
+  std::size_t at = 0;
+  for (; at + kLanes <= count; at += kLanes) {
+    Vec wide = load(from + at);
+    std::memcpy(to + at, &wide, sizeof wide);
+  }
+  for (; at < count; ++at) {
+    to[at] = widen(from[at]);
   }
 }
 

@@ -7,6 +7,9 @@
 #[cfg(not(target_vendor = "apple"))]
 mod half;
 
+mod product;
+pub use product::{bf16_product, HAS_BF16_PRODUCT};
+
 mod bindings {
     #![allow(warnings, clippy::all, reason = "generated")]
     include!(concat!(env!("OUT_DIR"), "/bindings.rs"));

@@ -42,6 +42,19 @@ extern "C" {
     ) -> bool;
 }
 
+extern "C" {
+    fn lookahead_skinny_bf16(
+        level: c_int,
+        threads: c_int,
+        m: c_int,
+        n: c_int,
+        k: c_int,
+        a: *const f32,
+        b: *const u16,
+        c: *mut f32,
+    ) -> bool;
+}
+
 const ROW_MAJOR: c_int = 101;
 const PLAIN: c_int = 111;
 const TRANSPOSED: c_int = 112;
@@ -353,5 +366,69 @@ fn transposed_left_side_and_lone_column_take_the_same_path() {
         assert!(c == expected, "{m} rows");
         let first: Vec<f32> = expected.iter().step_by(n).copied().collect();
         assert!(column == first, "{m} rows");
+    }
+}
+
+/// Rows of a bfloat16 matrix, widened on the way, against the same numbers in float32, on every instruction set.
+#[test]
+fn bfloat16_numbers_give_what_they_give_in_float32() {
+    for (m, n, k) in [
+        (1, 3, 5),
+        (1, 40, 64),
+        (2, 7, 33),
+        (4, 50, 100),
+        (9, 5, 16),
+        (16, 24, 31),
+    ] {
+        let a = noise(m * k, 5);
+        let halves: Vec<u16> = noise(n * k, 6)
+            .iter()
+            .map(|x| (x.to_bits() >> 16) as u16)
+            .collect();
+        let wide: Vec<f32> = halves
+            .iter()
+            .map(|&x| f32::from_bits(u32::from(x) << 16))
+            .collect();
+        let (rows, columns, depth) = (m as c_int, n as c_int, k as c_int);
+        for level in LEVELS {
+            for threads in [1, 3] {
+                let (mut got, mut wanted) = (vec![f32::NAN; m * n], vec![f32::NAN; m * n]);
+                // SAFETY: the buffers have the sizes that the numbers say.
+                let there = unsafe {
+                    lookahead_skinny_bf16(
+                        level,
+                        threads,
+                        rows,
+                        columns,
+                        depth,
+                        a.as_ptr(),
+                        halves.as_ptr(),
+                        got.as_mut_ptr(),
+                    )
+                };
+                if !there {
+                    continue;
+                }
+                // SAFETY: as above.
+                unsafe {
+                    lookahead_skinny_sgemm(
+                        level,
+                        1,
+                        rows,
+                        columns,
+                        depth,
+                        1.0,
+                        a.as_ptr(),
+                        depth,
+                        wide.as_ptr(),
+                        depth,
+                        0.0,
+                        wanted.as_mut_ptr(),
+                        columns,
+                    );
+                }
+                assert_eq!(got, wanted, "level {level}, {m} x {n} x {k}, {threads} threads");
+            }
+        }
     }
 }

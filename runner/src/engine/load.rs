@@ -104,9 +104,9 @@ pub fn load_model(
     let total = checkpoint.total_bytes();
     let limit = settings.memory_limit;
     memory::set_limit(limit);
-    let widened = memory_bytes(&checkpoint, &plan, Precision::Widen);
+    let wide = Precision::wide();
     let (precision, path) = match backend {
-        Backend::Cpu if widened <= limit => (Precision::Widen, Path::Cpu),
+        Backend::Cpu if memory_bytes(&checkpoint, &plan, wide) <= limit => (wide, Path::Cpu),
         Backend::Cpu => (Precision::Stored, Path::Cpu),
         Backend::Metal | Backend::Cuda => {
             let alive = || {

@@ -344,9 +344,10 @@ fn storage(checkpoint: &Checkpoint, plan: &Plan) -> LoadResult<Vec<StorageRow>> 
 fn memory(checkpoint: &Checkpoint, plan: &Plan, circumstances: Circumstances) -> Memory {
     let config = checkpoint.config();
     let limit = circumstances.memory_limit;
-    let widened = memory_bytes(checkpoint, plan, Precision::Widen);
+    let wide = Precision::wide();
+    let widened = memory_bytes(checkpoint, plan, wide);
     let (precision, element) = match circumstances.on_cpu {
-        true if widened <= limit => (Precision::Widen, 4),
+        true if widened <= limit => (wide, 4),
         true => (Precision::Stored, 4),
         false => (Precision::Native, 2),
     };

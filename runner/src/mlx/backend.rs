@@ -2,7 +2,17 @@
 //!
 //! Invariant: the answer never changes in a process's life; MLX's default device is set to match it.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use mlx_rs::{Device, DeviceType};
+
+/// Whether the host's cores were chosen.
+static ON_HOST: AtomicBool = AtomicBool::new(false);
+
+/// Whether [`Backend::select`] has chosen the host's cores.
+pub fn on_host() -> bool {
+    ON_HOST.load(Ordering::Relaxed)
+}
 
 /// How the parts of a model are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +57,7 @@ impl Backend {
         } else {
             DeviceType::Gpu
         };
+        ON_HOST.store(backend == Self::Cpu, Ordering::Relaxed);
         Device::set_default(&Device::new(device, 0));
         backend
     }

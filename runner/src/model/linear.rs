@@ -8,11 +8,21 @@ use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::{Array, Dtype};
 
 use super::matrix::{Codes, Matrix};
+use crate::mlx::backend::on_host;
 use crate::mlx::gpu::products::{Around, Gain, Products, Stored};
-use crate::mlx::{gpu, ops};
+use crate::mlx::{cpu, gpu, ops};
 
 /// Rows from which a quantised matrix is decoded for the product, on CUDA.
 const MANY_ROWS: usize = 64;
+
+/// Whether a bfloat16 matrix is multiplied in float32: on the host's cores, where that costs nothing.
+fn wide_product(x: &Array, rows: &Array) -> bool {
+    cpu::product::AVAILABLE
+        && on_host()
+        && rows.dtype() == Dtype::Bfloat16
+        && x.dtype() == Dtype::Float32
+        && x.size() > 0
+}
 
 /// One matrix [out, in].
 #[derive(Debug, Clone)]
@@ -54,6 +64,7 @@ impl Linear {
             return Ok(y);
         }
         let y = match self {
+            Self::Dense { rows, .. } if wide_product(x, rows) => cpu::product::bf16_product(x, rows)?,
             // Promotion would widen the whole matrix at every call; the row is narrowed instead.
             Self::Dense { transposed, .. } if transposed.dtype() == Dtype::Bfloat16 => {
                 matmul(&ops::cast(x, Dtype::Bfloat16)?, transposed)?

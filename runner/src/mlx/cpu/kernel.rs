@@ -1,4 +1,4 @@
-//! Host code as one node of MLX's lazy graph, over float32 and int32 buffers.
+//! Host code as one node of MLX's lazy graph, over float32 and int32 buffers, and bfloat16 ones to read.
 //!
 //! Invariant: a kernel sees row-contiguous buffers of exactly the sizes and types that were declared; it runs on MLX's CPU stream
 //! thread, calls no MLX, and never unwinds into C++ (a panic fails the evaluation instead).
@@ -70,6 +70,16 @@ impl Inputs {
     pub(crate) fn ints(&self, index: usize) -> &[i32] {
         let buffer = &self.0[index];
         assert_eq!(buffer.dtype, Dtype::Int32, "input {index}");
+        // SAFETY: as for `floats`.
+        unsafe { std::slice::from_raw_parts(buffer.data.cast(), buffer.size) }
+    }
+}
+
+impl Inputs {
+    /// Bfloat16 values, as their bits.
+    pub(crate) fn halves(&self, index: usize) -> &[u16] {
+        let buffer = &self.0[index];
+        assert_eq!(buffer.dtype, Dtype::Bfloat16, "input {index}");
         // SAFETY: as for `floats`.
         unsafe { std::slice::from_raw_parts(buffer.data.cast(), buffer.size) }
     }

@@ -12,4 +12,5 @@ pub mod delta;
 pub mod elementwise;
 pub(crate) mod kernel;
 pub mod op;
+pub mod product;
 pub mod simd;

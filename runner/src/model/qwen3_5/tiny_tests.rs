@@ -112,7 +112,7 @@ fn check_model(name: &str, model: &Qwen35, golden: &Golden, check: &mut dyn FnMu
 fn check_tiny(name: &str, precision: Precision) {
     let paths: &[Path] = match precision {
         Precision::Widen => &[Path::Cpu, Path::Graph],
-        Precision::Stored | Precision::Native => &[Path::Cpu],
+        Precision::Half | Precision::Stored | Precision::Native => &[Path::Cpu],
     };
     for path in paths {
         let golden = Golden::read(name, format!("{name} {precision:?} {path:?}"));
@@ -145,6 +145,9 @@ tiny! {
         "moe-affine-4-64", "moe-mxfp4", "moe-nvfp4-global", "moe-fp8";
     interleaved_projections_are_split_by_key_head: Widen of "next", "next-affine-4-64";
     a_model_with_a_tower_answers_text: Widen of "vision", "vision-mlx";
+    bfloat16_matrices_are_multiplied_in_float32: Half of
+        "dense", "dense-tied", "dense-flat", "mlx-head", "affine-mixed", "affine-dense-head", "moe-fused", "moe-each-head-fused",
+        "next", "vision";
     affine_codes_are_multiplied_as_stored: Stored of "affine-3-64", "affine-4-64", "affine-8-32";
     microscaled_codes_are_multiplied_as_stored: Stored of "mxfp4", "mxfp8", "nvfp4";
     quantised_experts_are_gathered_as_stored: Stored of "moe-affine-4-64", "moe-mxfp4", "moe-nvfp4-global";
@@ -180,7 +183,7 @@ fn the_size_named_before_loading_is_the_size_after() {
     ] {
         let checkpoint = Checkpoint::open(&fixtures().join("tiny").join(name)).unwrap();
         let plan = plan(&checkpoint, PlanOptions::default()).unwrap();
-        for precision in [Precision::Widen, Precision::Stored] {
+        for precision in [Precision::Widen, Precision::Half, Precision::Stored] {
             let named = memory_bytes(&checkpoint, &plan, precision) as f64;
             let held = build_as(&format!("tiny/{name}"), precision, Path::Cpu).bytes as f64;
             assert!(
