@@ -110,6 +110,12 @@ fn goes_on_after_a_restart(sampling: &'static str) {
 
 #[test]
 fn what_memory_gives_up_is_found_on_disk() {
+    for sampling in SAMPLINGS {
+        what_memory_gives_up_is_found(sampling);
+    }
+}
+
+fn what_memory_gives_up_is_found(sampling: &'static str) {
     let dir = tempfile::tempdir().unwrap_or_else(|error| panic!("{error}"));
     let path = dir.path().to_string_lossy();
     let args = [
@@ -120,7 +126,7 @@ fn what_memory_gives_up_is_found_on_disk() {
         "--cache-dir",
         &path,
     ];
-    let mut session = Session::start("greedy", &args);
+    let mut session = Session::start(sampling, &args);
     let chats: Vec<Vec<u64>> = (0..8).map(|number| session.encode(&words(number, 100))).collect();
     for chat in &chats {
         session.plain(chat, REPLY);

@@ -304,29 +304,28 @@ fn a_prompt_cancelled_in_prefill_goes_on_where_it_was_cut() {
 
 #[test]
 fn an_answer_cancelled_midway_resumes_where_it_was_cut() {
-    let mut session = Session::start("greedy", &[]);
-    let mut chat = asked(&mut session, 1, 2);
-    chat.extend(session.opening());
-    let id = session.id();
-    session.process.send(&requests::tokens(
-        &id,
-        &chat,
-        json!({"options": options("greedy", 4000)}),
-    ));
-    let mut events = session.process.until(|event| event["type"] == "token");
-    let cancel = requests::cancel(&session.id(), &id);
-    session.process.send(&cancel);
-    events.extend(session.process.until(|event| is_final(event, &json!(id))));
-    let told: Vec<u64> = lookahead_tests::process::ids(events.iter().filter(|event| event["id"] == *id));
-    assert!(!told.is_empty() && told.len() < 4000);
-    // What the host was told is on the path; a few tokens of text may have been held back.
-    chat.extend(told);
-    let rested = chat.len();
-    chat.extend(session.closing());
-    let outcome = session.plain(&chat, 8);
-    assert!(outcome.cached + 4 >= rested, "{} of {rested}", outcome.cached);
-    assert_eq!(outcome.tokens, session.cold(&chat, 8));
-    session.end();
+    with_each_sampling(&[], |session| {
+        let mut chat = asked(session, 1, 2);
+        chat.extend(session.opening());
+        let id = session.id();
+        let options = options(session.sampling, 4000);
+        session
+            .process
+            .send(&requests::tokens(&id, &chat, json!({"options": options})));
+        let mut events = session.process.until(|event| event["type"] == "token");
+        let cancel = requests::cancel(&session.id(), &id);
+        session.process.send(&cancel);
+        events.extend(session.process.until(|event| is_final(event, &json!(id))));
+        let told: Vec<u64> = lookahead_tests::process::ids(events.iter().filter(|event| event["id"] == *id));
+        assert!(!told.is_empty() && told.len() < 4000);
+        // What the host was told is on the path; a few tokens of text may have been held back.
+        chat.extend(told);
+        let rested = chat.len();
+        chat.extend(session.closing());
+        let outcome = session.plain(&chat, 8);
+        assert!(outcome.cached + 4 >= rested, "{} of {rested}", outcome.cached);
+        assert_eq!(outcome.tokens, session.cold(&chat, 8));
+    });
 }
 
 #[test]

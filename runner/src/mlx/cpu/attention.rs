@@ -4,7 +4,7 @@
 
 use super::attention_tiles as tiles;
 use super::elementwise::{norm_row, rotate};
-use super::simd::{dot, exp, for_each, madd, multiversion, sigmoid, Shared, LANES};
+use super::simd::{dot, exp, for_each, madd, multiversion, sigmoid, sum_lanes, Shared, LANES};
 
 /// Heads of one attention layer.
 #[derive(Debug, Clone, Copy)]
@@ -88,57 +88,145 @@ pub fn prepare(
 /// Slots scored at a time: the running maximum is renewed once a block.
 const BLOCK: usize = 64;
 
-/// One query over `slots` keys and values (online softmax, Milakov and Gimelshein 2018).
+/// Slots whose sums are kept in registers together.
+const TOGETHER: usize = 4;
+
+/// Scores of one query against a block of keys [n, d].
+#[inline(always)]
+fn score_block<const FMA: bool>(q: &[f32], keys: &[f32], scale: f32, scores: &mut [f32]) {
+    let d = q.len();
+    let whole = if d.is_multiple_of(LANES) {
+        scores.len() / TOGETHER * TOGETHER
+    } else {
+        0
+    };
+    let (several, rest) = scores.split_at_mut(whole);
+    let fours = several.chunks_exact_mut(TOGETHER);
+    for (scores, keys) in fours.zip(keys.chunks_exact(TOGETHER * d)) {
+        let mut sums = [[0f32; LANES]; TOGETHER];
+        let (a, rest) = keys.split_at(d);
+        let (b, rest) = rest.split_at(d);
+        let (c, e) = rest.split_at(d);
+        let keys = a.chunks_exact(LANES).zip(b.chunks_exact(LANES));
+        let keys = keys.zip(c.chunks_exact(LANES).zip(e.chunks_exact(LANES)));
+        for (q, ((a, b), (c, e))) in q.chunks_exact(LANES).zip(keys) {
+            for lane in 0..LANES {
+                sums[0][lane] = madd::<FMA>(q[lane], a[lane], sums[0][lane]);
+                sums[1][lane] = madd::<FMA>(q[lane], b[lane], sums[1][lane]);
+                sums[2][lane] = madd::<FMA>(q[lane], c[lane], sums[2][lane]);
+                sums[3][lane] = madd::<FMA>(q[lane], e[lane], sums[3][lane]);
+            }
+        }
+        scores[0] = sum_lanes(sums[0]) * scale;
+        scores[1] = sum_lanes(sums[1]) * scale;
+        scores[2] = sum_lanes(sums[2]) * scale;
+        scores[3] = sum_lanes(sums[3]) * scale;
+    }
+    for (score, key) in rest.iter_mut().zip(keys[whole * d..].chunks_exact(d)) {
+        *score = dot::<FMA>(q, key) * scale;
+    }
+}
+
+/// Adds a block's weighted values [n, d] to an output.
+#[inline(always)]
+fn gather_block<const FMA: bool>(weights: &[f32], values: &[f32], o: &mut [f32]) {
+    let d = o.len();
+    let whole = d / LANES * LANES;
+    let (lanes, rest) = o.split_at_mut(whole);
+    for (at, o) in lanes.chunks_exact_mut(LANES).enumerate() {
+        // Several chains of sums, since each waits for its last addition.
+        let mut sums = [[0f32; LANES]; TOGETHER];
+        let fours = weights
+            .chunks_exact(TOGETHER)
+            .zip(values.chunks_exact(TOGETHER * d));
+        for (weights, values) in fours {
+            let (a, b) = (&values[at * LANES..][..LANES], &values[d + at * LANES..][..LANES]);
+            let (c, e) = (
+                &values[2 * d + at * LANES..][..LANES],
+                &values[3 * d + at * LANES..][..LANES],
+            );
+            for lane in 0..LANES {
+                sums[0][lane] = madd::<FMA>(weights[0], a[lane], sums[0][lane]);
+                sums[1][lane] = madd::<FMA>(weights[1], b[lane], sums[1][lane]);
+                sums[2][lane] = madd::<FMA>(weights[2], c[lane], sums[2][lane]);
+                sums[3][lane] = madd::<FMA>(weights[3], e[lane], sums[3][lane]);
+            }
+        }
+        let left = weights.len() / TOGETHER * TOGETHER;
+        for (weight, value) in weights[left..].iter().zip(values[left * d..].chunks_exact(d)) {
+            let value = &value[at * LANES..][..LANES];
+            for lane in 0..LANES {
+                sums[0][lane] = madd::<FMA>(*weight, value[lane], sums[0][lane]);
+            }
+        }
+        for lane in 0..LANES {
+            o[lane] += (sums[0][lane] + sums[1][lane]) + (sums[2][lane] + sums[3][lane]);
+        }
+    }
+    for (weight, value) in weights.iter().zip(values.chunks_exact(d)) {
+        for (o, v) in rest.iter_mut().zip(&value[whole..]) {
+            *o = madd::<FMA>(*weight, *v, *o);
+        }
+    }
+}
+
+/// Queries [n, d] that share keys and values, each over its first `limits[i]` slots (online softmax, Milakov and Gimelshein
+/// 2018). A block of slots meets every query while it is in the nearest cache; a query's own operations and their order
+/// don't depend on the others.
 #[inline(always)]
 fn attend_body<const FMA: bool>(
     q: &[f32],
+    limits: &[usize],
     keys: &[f32],
     values: &[f32],
-    slots: usize,
     scale: f32,
     o: &mut [f32],
 ) {
-    let d = q.len();
+    let d = q.len() / limits.len().max(1);
+    let end = limits.iter().copied().max().unwrap_or(0);
     o.fill(0.0);
-    let mut highest = f32::NEG_INFINITY;
-    let mut total = 0f32;
+    let mut sums = vec![(f32::NEG_INFINITY, 0f32); limits.len()];
     let mut scores = [0f32; BLOCK];
-    let mut from = 0;
-    while from < slots {
-        let n = BLOCK.min(slots - from);
-        let mut block_highest = f32::NEG_INFINITY;
-        for (i, score) in scores[..n].iter_mut().enumerate() {
-            *score = dot::<FMA>(q, &keys[(from + i) * d..][..d]) * scale;
-            block_highest = block_highest.max(*score);
-        }
-        if block_highest > highest {
-            let shrink = exp::<FMA>(highest - block_highest);
-            total *= shrink;
-            for x in o.iter_mut() {
-                *x *= shrink;
+    for from in (0..end).step_by(BLOCK) {
+        let queries = q.chunks_exact(d).zip(limits);
+        for (((q, limit), o), (highest, total)) in queries.zip(o.chunks_exact_mut(d)).zip(&mut sums) {
+            let n = BLOCK.min(limit.saturating_sub(from));
+            if n == 0 {
+                continue;
             }
-            highest = block_highest;
-        }
-        for (i, score) in scores[..n].iter().enumerate() {
-            let weight = exp::<FMA>(score - highest);
-            total += weight;
-            let v = &values[(from + i) * d..][..d];
-            for (o, v) in o.chunks_mut(LANES).zip(v.chunks(LANES)) {
-                for (o, v) in o.iter_mut().zip(v) {
-                    *o = madd::<FMA>(weight, *v, *o);
+            let (keys, values) = (&keys[from * d..][..n * d], &values[from * d..][..n * d]);
+            let scores = &mut scores[..n];
+            score_block::<FMA>(q, keys, scale, scores);
+            let peak = scores.iter().fold(f32::NEG_INFINITY, |a, b| a.max(*b));
+            if peak > *highest {
+                let shrink = exp::<FMA>(*highest - peak);
+                *total *= shrink;
+                for x in o.iter_mut() {
+                    *x *= shrink;
+                }
+                *highest = peak;
+            }
+            let mut parts = [0f32; LANES];
+            for scores in scores.chunks_mut(LANES) {
+                for (score, part) in scores.iter_mut().zip(&mut parts) {
+                    *score = exp::<FMA>(*score - *highest);
+                    *part += *score;
                 }
             }
+            *total += sum_lanes(parts);
+            gather_block::<FMA>(scores, values, o);
         }
-        from += n;
     }
-    let inverse = 1.0 / total;
-    for x in o.iter_mut() {
-        *x *= inverse;
+    for (o, (_, total)) in o.chunks_exact_mut(d).zip(sums) {
+        let inverse = 1.0 / total;
+        for x in o {
+            *x *= inverse;
+        }
     }
 }
 
 multiversion! {
-    fn attend(q: &[f32], keys: &[f32], values: &[f32], slots: usize, scale: f32, o: &mut [f32]) = attend_body;
+    fn attend(q: &[f32], limits: &[usize], keys: &[f32], values: &[f32], scale: f32, o: &mut [f32]) = attend_body;
 }
 
 #[inline(always)]
@@ -152,57 +240,33 @@ multiversion! {
     fn apply_gate(gate: &[f32], o: &mut [f32]) = gate_body;
 }
 
-/// Rows up to which each is computed by itself: decode and verification, where a row must not depend on the others in the
-/// least.
+/// Rows up to which queries are computed one by one: decode and verification, where lanes of other queries would be idle.
 const FEW_ROWS: usize = 16;
 
-/// Most rows whose queries share a pass over keys and values.
+/// Most rows whose queries share a vector's lanes, or a pass over keys and values.
 const TILE_ROWS: usize = 48;
 
-/// [`run`] for many rows: one tile takes some rows of all heads that share keys and values.
-fn run_tiles(
-    heads: Heads,
-    packed: &[f32],
-    queries: &[f32],
-    (keys, values): (&[f32], &[f32]),
-    before: usize,
-    out: &Shared,
-) {
-    let (h, kv, d) = (heads.query, heads.kv, heads.dim);
-    let rows = queries.len() / (h * d);
-    let capacity = keys.len() / (kv * d);
-    let scale = (d as f32).powf(-0.5);
-    let group = h / kv;
-    let blocks = rows.div_ceil(TILE_ROWS);
-    let share = rows.div_ceil(blocks);
-    for_each(blocks * kv, rows * h * (before + rows) * d * 2, |index| {
-        // The longest tiles first, so that no thread is left with one at the end.
-        let (block, j) = (blocks - 1 - index / kv, index % kv);
-        let tile = (block * share).min(rows)..rows.min((block + 1) * share);
-        let places: Vec<(usize, usize)> = tile
-            .flat_map(|t| (j * group..(j + 1) * group).map(move |i| (t, i)))
-            .collect();
-        let q: Vec<f32> = places
-            .iter()
-            .flat_map(|(t, i)| queries[(t * h + i) * d..][..d].iter().map(|x| x * scale))
-            .collect();
-        let limits: Vec<usize> = places.iter().map(|(t, _)| before + t + 1).collect();
-        let mut o = vec![0f32; q.len()];
-        let at = j * capacity * d;
-        tiles::attend(
-            &q,
-            &limits,
-            &keys[at..][..capacity * d],
-            &values[at..][..capacity * d],
-            &mut o,
-        );
-        for ((t, i), o) in places.iter().zip(o.chunks_exact(d)) {
-            // SAFETY: each head of each row is written by one call only.
-            let y = unsafe { out.slice((t * h + i) * d, d) };
-            y.copy_from_slice(o);
-            apply_gate(&packed[t * heads.packed() + i * 2 * d + d..][..d], y);
-        }
-    });
+/// Attention of some rows of all heads that share keys and values.
+struct Share {
+    rows: std::ops::Range<usize>,
+    kv_head: usize,
+}
+
+/// Cuts the work: by key-value head, then by rows where there are many, or where threads would be idle.
+fn shares(heads: Heads, rows: usize) -> Vec<Share> {
+    let idle = rayon::current_num_threads().div_ceil(heads.kv).min(rows);
+    let blocks = rows.div_ceil(TILE_ROWS).max(idle);
+    let size = rows.div_ceil(blocks);
+    // The longest first, so that no thread is left with one at the end.
+    let starts = (0..rows).step_by(size).rev();
+    starts
+        .flat_map(|from| {
+            (0..heads.kv).map(move |kv_head| Share {
+                rows: from..rows.min(from + size),
+                kv_head,
+            })
+        })
+        .collect()
 }
 
 /// Attention of L rows whose last slot is `before + row`; keys and values [KV, capacity, D], queries [L, H, D], gates taken
@@ -219,25 +283,40 @@ pub fn run(
     let (h, kv, d) = (heads.query, heads.kv, heads.dim);
     let rows = queries.len() / (h * d);
     let capacity = keys.len() / (kv * d);
+    let group = h / kv;
     let scale = (d as f32).powf(-0.5);
     let out = Shared::new(y);
-    if rows > FEW_ROWS && tiles::takes(d) {
-        run_tiles(heads, packed, queries, (keys, values), before, &out);
-        return;
-    }
-    for_each(rows * h, rows * h * (before + rows) * d * 2, |index| {
-        let (t, i) = (index / h, index % h);
-        let at = (i / (h / kv)) * capacity * d;
-        // SAFETY: each head of each row is written by one call only.
-        let o = unsafe { out.slice(index * d, d) };
-        attend(
-            &queries[index * d..][..d],
-            &keys[at..][..capacity * d],
-            &values[at..][..capacity * d],
-            before + t + 1,
-            scale,
-            o,
+    let in_tiles = rows > FEW_ROWS && tiles::takes(d);
+    let shares = shares(heads, rows);
+    for_each(shares.len(), rows * h * (before + rows) * d * 2, |index| {
+        let share = &shares[index];
+        let j = share.kv_head;
+        let places: Vec<(usize, usize)> = share
+            .rows
+            .clone()
+            .flat_map(|t| (j * group..(j + 1) * group).map(move |i| (t, i)))
+            .collect();
+        let factor = if in_tiles { scale } else { 1.0 };
+        let q: Vec<f32> = places
+            .iter()
+            .flat_map(|(t, i)| queries[(t * h + i) * d..][..d].iter().map(|x| x * factor))
+            .collect();
+        let limits: Vec<usize> = places.iter().map(|(t, _)| before + t + 1).collect();
+        let mut o = vec![0f32; q.len()];
+        let (keys, values) = (
+            &keys[j * capacity * d..][..capacity * d],
+            &values[j * capacity * d..][..capacity * d],
         );
-        apply_gate(&packed[t * heads.packed() + i * 2 * d + d..][..d], o);
+        if in_tiles {
+            tiles::attend(&q, &limits, keys, values, &mut o);
+        } else {
+            attend(&q, &limits, keys, values, scale, &mut o);
+        }
+        for ((t, i), o) in places.iter().zip(o.chunks_exact(d)) {
+            // SAFETY: each head of each row is written by one call only.
+            let y = unsafe { out.slice((t * h + i) * d, d) };
+            y.copy_from_slice(o);
+            apply_gate(&packed[t * heads.packed() + i * 2 * d + d..][..d], y);
+        }
     });
 }
