@@ -52,7 +52,7 @@ pub struct Args {
     /// Disk space for prefixes, which survive a restart; off unless given, since prompts are private.
     #[arg(long, value_name = "SIZE", default_value = "0")]
     pub cache_disk: Size,
-    /// Directory of the disk tier; default: lookahead in the user's cache directory.
+    /// Directory of the disk tier, and of compiled CUDA kernels; default: lookahead in the user's cache directory.
     #[arg(long, value_name = "DIR")]
     pub cache_dir: Option<PathBuf>,
     /// Longest input line in bytes.
