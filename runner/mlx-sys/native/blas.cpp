@@ -59,7 +59,7 @@ void packed_sgemm(
     scipy_cblas_sgemm(kRowMajor, transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
     return;
   }
-  int width = (extent / parts + kStep - 1) / kStep * kStep;
+  int width = skinny::share(extent, parts, kStep);
   parts = (extent + width - 1) / width;
   skinny::pool().run(std::min(threads(), parts), parts, [&](int part) {
     std::ptrdiff_t begin = static_cast<std::ptrdiff_t>(part) * width;
@@ -141,9 +141,8 @@ EXPORT void lookahead_bf16_product(int m, int n, int k, const float* x, const st
   // so it is as wide as a cache allows.
   constexpr int kStep = 48;
   constexpr int kNumbers = 1 << 20;
-  int shares = 2 * threads();
   int widest = std::max(kNumbers / std::max(k, 1) / kStep, 1) * kStep;
-  int width = std::min((n + shares * kStep - 1) / (shares * kStep) * kStep, widest);
+  int width = std::min(skinny::share(n, 2 * threads(), kStep), widest);
   int parts = (n + width - 1) / width;
   skinny::pool().run(threads(), parts, [&](int part) {
     thread_local std::vector<float> panel;

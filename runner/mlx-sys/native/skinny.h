@@ -188,7 +188,7 @@ void multiply(const Product<Number>& p, Kernel<Number> kernel, int threads) {
     kernel(p, 0, p.n);
     return;
   }
-  int width = (p.n / parts + kStep - 1) / kStep * kStep;
+  int width = share(p.n, parts, kStep);
   parts = (p.n + width - 1) / width;
   pool().run(std::min(threads, parts), parts, [&](int part) {
     int begin = part * width;

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -124,6 +125,13 @@ class Pool {
   const void* body_ = nullptr;
   void (*call_)(const void*, int) = nullptr;
 };
+
+// How much of `extent` each of about `parts` parts takes: whole steps, at least one.
+inline int share(int extent, int parts, int step) {
+  int steps = (extent + step - 1) / step;
+  int whole = std::max(parts, 1);
+  return std::max((steps + whole - 1) / whole, 1) * step;
+}
 
 // Never destroyed: its threads outlive the destructors of a process that exits.
 inline Pool& pool() {

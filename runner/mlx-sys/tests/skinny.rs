@@ -432,3 +432,55 @@ fn bfloat16_numbers_give_what_they_give_in_float32() {
         }
     }
 }
+
+/// Fewer columns than there would be parts for the work: the cut must not come out empty.
+#[test]
+fn few_columns_over_a_long_row_are_cut_into_whole_parts() {
+    for (m, n, k, transb) in [
+        (1, 5, 90_000, TRANSPOSED),
+        (2, 2, 600_000, PLAIN),
+        (20, 3, 60_000, TRANSPOSED),
+    ] {
+        let (a, b) = (vec![1.0f32; m * k], vec![1.0f32; n * k]);
+        let mut c = vec![f32::NAN; m * n];
+        let (rows, columns, depth) = (m as c_int, n as c_int, k as c_int);
+        let ldb = if transb == TRANSPOSED { depth } else { columns };
+        // SAFETY: the buffers have the sizes that the numbers say.
+        unsafe {
+            cblas_sgemm(
+                ROW_MAJOR,
+                PLAIN,
+                transb,
+                rows,
+                columns,
+                depth,
+                1.0,
+                a.as_ptr(),
+                depth,
+                b.as_ptr(),
+                ldb,
+                0.0,
+                c.as_mut_ptr(),
+                columns,
+            );
+            if transb == TRANSPOSED && m == 1 {
+                assert!(lookahead_skinny_sgemm(
+                    0,
+                    64,
+                    rows,
+                    columns,
+                    depth,
+                    1.0,
+                    a.as_ptr(),
+                    depth,
+                    b.as_ptr(),
+                    depth,
+                    0.0,
+                    c.as_mut_ptr(),
+                    columns,
+                ));
+            }
+        }
+        assert!(c.iter().all(|&x| x == k as f32), "{m} x {n} x {k}: {c:?}");
+    }
+}

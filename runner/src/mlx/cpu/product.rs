@@ -31,7 +31,8 @@ pub fn bf16_product(x: &Array, w: &Array) -> Result<Array> {
         &[x, w],
         [Output::Floats(shape)],
         move |ins, mut outs| {
-            mlx_sys::bf16_product(sizes, ins.floats(0), ins.halves(1), outs.floats());
+            let done = mlx_sys::bf16_product(sizes, ins.floats(0), ins.halves(1), outs.floats());
+            assert!(done, "sizes beyond the library's integers");
         },
     )?;
     Ok(y)
