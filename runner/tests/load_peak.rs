@@ -7,7 +7,7 @@ use std::path::Path as FilePath;
 use lookahead_runner::mlx::{memory, Backend, Path};
 use lookahead_runner::model::checkpoint::Checkpoint;
 use lookahead_runner::model::plan::{plan, PlanOptions};
-use lookahead_runner::model::qwen3_5::load;
+use lookahead_runner::model::qwen3_5::{load, Scores};
 use lookahead_runner::model::weights::{Precision, Weights};
 
 #[test]
@@ -21,7 +21,7 @@ fn loading_peaks_at_little_more_than_the_weights() {
         let before = memory::usage().active;
         mlx_rs::memory::reset_peak_memory().unwrap();
         let weights = Weights::new(&checkpoint, &plan, precision, &mut progress).unwrap();
-        let loaded = load(&weights, Path::Cpu).unwrap();
+        let loaded = load(&weights, Path::Cpu, Scores::Stored).unwrap();
         let peak = memory::usage().peak - before;
         println!(
             "{precision:?}: weights {} bytes, peak while loading {peak} bytes",

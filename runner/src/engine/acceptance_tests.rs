@@ -11,7 +11,7 @@ use crate::engine::job::Job;
 use crate::mlx::{Backend, Path};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::plan::{plan, PlanOptions};
-use crate::model::qwen3_5::{load, Qwen35};
+use crate::model::qwen3_5::{load, Qwen35, Scores};
 use crate::model::weights::{Precision, Weights};
 use crate::model::{DraftKind, DraftModel};
 use crate::sample::oracle::{distribution, wide};
@@ -113,28 +113,30 @@ fn chance(verify: Verify, p: &[f64], q: &[f64]) -> f64 {
     }
 }
 
-/// What so many rounds accepted, what they should have, and the standard deviation of that.
-fn rounds(verify: Verify, count: usize) -> (f64, f64, f64, usize) {
+fn trained() -> Qwen35 {
     Backend::select(true);
     let checkpoint = Checkpoint::open(&fixture_dir()).unwrap();
     let plan = plan(&checkpoint, PlanOptions::default()).unwrap();
     let mut progress = |_| true;
     let weights = Weights::new(&checkpoint, &plan, Precision::Widen, &mut progress).unwrap();
-    let model = load(&weights, Path::Cpu).unwrap().model;
-    let model = Overheard {
-        model: &model,
-        head: OverheardHead {
-            head: model.self_draft().unwrap(),
-            rows: RefCell::default(),
-        },
-        rows: RefCell::default(),
-    };
-    let shape = Shape::Filtered(Filter {
-        top_k: 50,
-        temperature: 1.0,
-        top_p: 0.95,
-        min_p: 0.0,
-    });
+    load(&weights, Path::Cpu, Scores::Stored).unwrap().model
+}
+
+const NUCLEUS: Shape = Shape::Filtered(Filter {
+    top_k: 50,
+    temperature: 1.0,
+    top_p: 0.95,
+    min_p: 0.0,
+});
+
+/// A sequence of `model`, which has a head, after a prompt in prose.
+fn sequence<'m>(
+    model: &'m dyn ModelDebug,
+    shape: Shape,
+    verify: Verify,
+    width: usize,
+    looks_ahead: bool,
+) -> Decoding<'m> {
     let tokens = text()
         .tokenizer
         .encode("And it came to pass in those days, that he said", Bos::Never)
@@ -151,13 +153,15 @@ fn rounds(verify: Verify, count: usize) -> (f64, f64, f64, usize) {
         ..plain
     };
     let vocabulary = Vocabulary {
-        logits: model.model.vocabulary_size() as usize,
+        logits: width,
         tokens: text().tokenizer.len(),
     };
     let mut decoding = Decoding {
-        model: &model,
+        model,
         caches: model.new_caches(),
-        drafter: model.self_draft().map(Drafter::new),
+        drafter: model
+            .self_draft()
+            .map(|head| Drafter::new(head).looking_ahead(looks_ahead)),
         sampler: Sampler::new(&job.options, verify, job.seed, vocabulary, &job.tokens, Path::Cpu),
         emitter: Emitter::new(&job, text()),
         constraint: None,
@@ -173,6 +177,23 @@ fn rounds(verify: Verify, count: usize) -> (f64, f64, f64, usize) {
     if let Some(drafter) = &mut decoding.drafter {
         drafter.observe(&ids, &hidden, &decoding.caches).unwrap();
     }
+    decoding
+}
+
+/// What so many rounds accepted, what they should have, and the standard deviation of that.
+fn rounds(verify: Verify, count: usize, looks_ahead: bool) -> (f64, f64, f64, usize) {
+    let model = trained();
+    let model = Overheard {
+        model: &model,
+        head: OverheardHead {
+            head: model.self_draft().unwrap(),
+            rows: RefCell::default(),
+        },
+        rows: RefCell::default(),
+    };
+    let width = model.model.vocabulary_size() as usize;
+    let mut decoding = sequence(&model, NUCLEUS, verify, width, looks_ahead);
+    model.rows.take();
     let outbox = Outbox::default();
     let (mut accepted, mut expected, mut variance, mut tested) = (0.0, 0.0, 0.0, 0);
     // Each round but the first finds its first draft begun by the one before.
@@ -180,10 +201,14 @@ fn rounds(verify: Verify, count: usize) -> (f64, f64, f64, usize) {
     for _ in 0..count {
         decoding.round(3, &outbox).unwrap();
         let round = decoding.stats.last_round();
-        let targets = distributions(&model.rows, &shape);
+        let targets = distributions(&model.rows, &NUCLEUS);
         let mut drafts: Vec<_> = begun.into_iter().collect();
-        drafts.extend(distributions(&model.head.rows, &shape));
-        begun = drafts.pop();
+        drafts.extend(distributions(&model.head.rows, &NUCLEUS));
+        // Looking ahead, one for each outcome, of which the round's own is kept.
+        let outcomes = drafts.split_off(3);
+        begun = outcomes
+            .into_iter()
+            .nth(if looks_ahead { round.accepted } else { 0 });
         assert_eq!((targets.len(), drafts.len()), (4, 3));
         for place in 0..round.tested {
             let chance = chance(verify, &targets[place], &drafts[place]);
@@ -197,9 +222,51 @@ fn rounds(verify: Verify, count: usize) -> (f64, f64, f64, usize) {
     (accepted, expected, variance.max(0.0).sqrt(), tested)
 }
 
+/// What a round drafts doesn't depend on when its chain began: the same tokens, and the same drafts stand.
+#[test]
+fn looking_ahead_drafts_what_waiting_for_the_round_would() {
+    let model = trained();
+    let width = model.vocabulary_size() as usize;
+    let outbox = Outbox::default();
+    for (shape, verify) in [
+        (Shape::Greedy, Verify::Rejection),
+        (NUCLEUS, Verify::Coupled),
+        (NUCLEUS, Verify::Rejection),
+    ] {
+        let run = |looks_ahead: bool| {
+            let mut decoding = sequence(&model, shape, verify, width, looks_ahead);
+            let mut rounds = Vec::new();
+            // Depths and plain steps in turn: what was begun may be too little, or for nobody.
+            for depth in [3, 3, 1, 5, 0, 2, 2, 0, 0, 4].into_iter().cycle().take(50) {
+                match depth {
+                    0 => decoding.plain(2, &outbox, || false).unwrap(),
+                    depth => decoding.round(depth, &outbox).unwrap(),
+                };
+                rounds.push(decoding.stats.last_round());
+            }
+            let current = decoding.current;
+            let drafter = decoding.drafter.as_mut().unwrap();
+            drafter.settle(current, &decoding.caches).unwrap();
+            let held = drafter
+                .caches()
+                .kv_segments(0, drafter.caches().offset())
+                .unwrap();
+            let keys = held[0].keys.to_vec_cast::<f32>().unwrap();
+            (decoding.consumed.clone(), current, rounds, keys)
+        };
+        let (ahead, after) = (run(true), run(false));
+        assert_eq!(ahead.0, after.0, "{shape:?} {verify:?}");
+        assert_eq!((ahead.1, &ahead.2), (after.1, &after.2), "{shape:?} {verify:?}");
+        let apart = ahead.3.iter().zip(&after.3).map(|(a, b)| (a - b).abs());
+        assert!(apart.fold(0.0, f32::max) < 1e-4, "the head's keys");
+        assert!(ahead.2.iter().any(|round| round.accepted > 1), "drafts stand");
+    }
+}
+
 fn acceptance_is_what_the_rows_say(count: usize) {
-    for verify in [Verify::Rejection, Verify::Coupled] {
-        let (accepted, expected, spread, tested) = rounds(verify, count);
+    let rules = [Verify::Rejection, Verify::Coupled];
+    for (verify, ahead) in rules.into_iter().flat_map(|rule| [(rule, false), (rule, true)]) {
+        let (accepted, expected, spread, tested) = rounds(verify, count, ahead);
         let deviation = (accepted - expected) / spread;
         println!(
             "{verify:?}: {accepted} of {tested} drafts accepted, {expected:.1} expected, {deviation:+.2} deviations"

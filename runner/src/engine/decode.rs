@@ -17,7 +17,7 @@ use crate::host::outbox::Outbox;
 use crate::mlx::ops;
 use crate::model::{Batch, Dispatch, Model};
 use crate::sample::constraint::Constraint;
-use crate::sample::{Draft, Logprobs, Rows, SampleError, Sampler, TokenScores};
+use crate::sample::{Draft, Logprobs, Rows, SampleError, Sampler, TokenScores, Verdict};
 use crate::speculate::round::{settle, Judged};
 
 /// A sequence that generates.
@@ -253,6 +253,26 @@ impl Decoding<'_> {
         Ok(Some(self.sampler.mask(&words)))
     }
 
+    /// Lets the drafter begin on the device what follows each outcome of a round, behind what the host is about to wait for.
+    fn look_ahead(
+        &mut self,
+        verdict: &Verdict,
+        scores: Option<&Logprobs>,
+        hidden: &Array,
+        position: u64,
+    ) -> Result<bool, Refusal> {
+        let Some(drafter) = self.drafter.as_mut().filter(|drafter| drafter.looks_ahead()) else {
+            return Ok(false);
+        };
+        async_eval(
+            verdict
+                .arrays()
+                .chain(scores.into_iter().flat_map(Logprobs::arrays)),
+        )?;
+        let successors = verdict.successors()?.reshape(&[1, -1])?;
+        Ok(drafter.look_ahead(&successors, hidden, position, &self.sampler, &self.caches)?)
+    }
+
     /// One round: drafts, one forward over the current token and the drafts, one read, rollback to what stands. A plain step
     /// where nothing can be drafted.
     pub fn round(&mut self, depth: usize, outbox: &Outbox) -> Result<Option<Finish>, Refusal> {
@@ -286,6 +306,7 @@ impl Decoding<'_> {
             Some(top) => Some(self.sampler.logprobs(&logits, &verdict.picks(), top)?),
             None => None,
         };
+        let ahead = self.look_ahead(&verdict, scores.as_ref(), &hidden, position + 1)?;
         waiting();
         eval(verdict.arrays().chain(scores.iter().flat_map(Logprobs::arrays)))?;
         let outcome = match verdict.read() {
@@ -313,20 +334,24 @@ impl Decoding<'_> {
         let mut scores = scores.iter();
         let settled = settle(&judged, |token| self.take(token, scores.next()).transpose());
         let kept = settled.kept() as i32;
+        let next = settled.current().filter(|_| settled.finish.is_none());
+        self.consumed.extend(&settled.committed);
+        self.sampler.commit(&settled.recorded)?;
         // A head that needs nothing of the trunk's caches is given its next work before the host undoes them.
         let early = self.drafter.as_ref().is_some_and(Drafter::is_independent);
         if !early {
             self.caches.rollback(slot + kept)?;
         }
-        self.consumed.extend(&settled.committed);
-        self.sampler.commit(&settled.recorded)?;
         if let Some(drafter) = &mut self.drafter {
-            let ids = ops::slice_axis(&ids, 1, 0, kept)?;
-            drafter.observe(&ids, &ops::slice_axis(&hidden, 1, 0, kept)?, &self.caches)?;
-            let goes_on = settled.current().filter(|_| settled.finish.is_none());
-            if let Some(next) = goes_on.filter(|_| early) {
-                let position = (slot + kept) as u64 + 1;
-                drafter.begin(&ids_array(&[next]), position, &self.sampler, &self.caches)?;
+            if ahead {
+                drafter.follow(kept, &hidden, next.is_some())?;
+            } else {
+                let ids = ops::slice_axis(&ids, 1, 0, kept)?;
+                drafter.observe(&ids, &ops::slice_axis(&hidden, 1, 0, kept)?, &self.caches)?;
+                if let Some(next) = next.filter(|_| early) {
+                    let position = (slot + kept) as u64 + 1;
+                    drafter.begin(&ids_array(&[next]), position, &self.sampler, &self.caches)?;
+                }
             }
         }
         if early {

@@ -5,16 +5,26 @@ use super::*;
 use crate::engine::scripted::Target;
 
 /// Whether the last forward's ids were known to the host, or those of the chained calls of the head.
-fn any_known(model: &Target, depth: usize) -> bool {
+fn any_known(model: &Target, depth: usize, when: When) -> bool {
     let target = model.calls.borrow().iter().any(|call| call.known);
     let chained = model.head.as_ref().unwrap().calls.borrow();
-    let chained = chained.iter().skip(1).take(depth - 1);
+    let ahead = usize::from(when == When::Ahead);
+    let chained = chained.iter().skip(1).take(depth - 1 + ahead);
     target || chained.into_iter().any(|call| call.known)
 }
 
+/// When the chain after a round begins.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum When {
+    /// Once the host has read it.
+    Read,
+    /// Before, for every outcome.
+    Ahead,
+}
+
 /// One round with the drafts at the places of `wrong` wrong, then one with all right.
-fn one_pattern(depth: usize, wrong: u32, ending: Ending) {
-    let case = &format!("depth {depth}, wrong {wrong:b}, {ending:?}");
+fn one_pattern(depth: usize, wrong: u32, ending: Ending, when: When) {
+    let case = &format!("depth {depth}, wrong {wrong:b}, {ending:?}, {when:?}");
     let tokens = sequence(40, ending);
     let model = target(&tokens);
     for place in 0..depth {
@@ -23,6 +33,9 @@ fn one_pattern(depth: usize, wrong: u32, ending: Ending) {
         }
     }
     let mut decoding = begin(&model, &tokens, ending);
+    if when == When::Ahead {
+        decoding.drafter = decoding.drafter.map(|drafter| drafter.looking_ahead(true));
+    }
     let outbox = Outbox::default();
     let finish = decoding.round(depth, &outbox).unwrap();
     let accepted = (wrong.trailing_zeros() as usize).min(depth);
@@ -43,15 +56,18 @@ fn one_pattern(depth: usize, wrong: u32, ending: Ending) {
     // One wait, before which nobody knew a draft; one forward, and no head call for the first draft.
     assert_eq!(waits(), 1, "{case}");
     assert!(
-        !any_known(&model, depth),
+        !any_known(&model, depth, when),
         "{case}: a draft was read before its verification"
     );
     let slot = PROMPT as i32 - 1;
     assert_eq!(model.take_extents(), [(slot, depth as i32 + 1)], "{case}");
     let chained = (0..depth as i32 - 1).map(|step| (slot + step, 1));
     let first = std::iter::once((0, slot));
-    // Where the generation goes on, the next chain is begun at once, from what stands.
-    let next = finish.is_none().then_some((slot, recorded as i32));
+    let next = match when {
+        // Where the generation goes on, the next chain is begun at once, from what stands.
+        When::Read => finish.is_none().then_some((slot, recorded as i32)),
+        When::Ahead => Some((slot, depth as i32 + 1)),
+    };
     assert_eq!(
         model.take_head_extents(),
         first.chain(chained).chain(next).collect::<Vec<_>>(),
@@ -79,11 +95,14 @@ fn one_pattern(depth: usize, wrong: u32, ending: Ending) {
 fn every_pattern_of_a_round_ends_where_it_should_with_exactly_the_committed_tokens_in_the_caches() {
     for depth in 1..=4 {
         for wrong in 0..1 << depth {
-            one_pattern(depth, wrong, Ending::Never);
+            one_pattern(depth, wrong, Ending::Never, When::Read);
+            one_pattern(depth, wrong, Ending::Never, When::Ahead);
             for place in 1..=depth + 1 {
-                one_pattern(depth, wrong, Ending::Eos(place));
-                one_pattern(depth, wrong, Ending::Stop(place));
-                one_pattern(depth, wrong, Ending::Budget(place));
+                for when in [When::Read, When::Ahead] {
+                    one_pattern(depth, wrong, Ending::Eos(place), when);
+                    one_pattern(depth, wrong, Ending::Stop(place), when);
+                    one_pattern(depth, wrong, Ending::Budget(place), when);
+                }
             }
         }
     }

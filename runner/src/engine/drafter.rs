@@ -35,14 +35,20 @@ pub struct Drafter<'m> {
     media: Rc<Placed>,
     /// A first draft that was begun before anybody asked for it.
     begun: Option<Begun>,
+    /// First drafts after each outcome of a round that the host hasn't read.
+    ahead: Option<Begun>,
+    /// Whether to draft so.
+    looks_ahead: bool,
 }
 
-/// The first step of a chain.
+/// The first step of a chain, or of several that begin one position after the other.
 #[derive(Debug)]
 struct Begun {
+    /// Of the first.
     position: u64,
-    /// What the next step is conditioned on, [1, 1, D].
+    /// What the next step is conditioned on, [1, n, D].
     carried: Array,
+    /// n rows.
     draft: Draft,
 }
 
@@ -68,7 +74,15 @@ impl<'m> Drafter<'m> {
             consumed: 0,
             media: Rc::default(),
             begun: None,
+            ahead: None,
+            looks_ahead: false,
         }
+    }
+
+    /// The same where the device computes beside the host: the chain after a round begins on it before the host has read
+    /// the round, for each outcome that the round may have, which costs a GPU no more than one.
+    pub fn looking_ahead(self, looks_ahead: bool) -> Self {
+        Self { looks_ahead, ..self }
     }
 
     /// The same for a prompt with pictures.
@@ -206,6 +220,54 @@ impl<'m> Drafter<'m> {
         Ok(())
     }
 
+    /// Begins the chains after every outcome of a round: `successors` [1, k + 1] follow the states `hidden` [1, k + 1, D] of its rows
+    /// if it gets so far, and `position` is that of the first draft if no draft stands. Whether it did; then [`Drafter::follow`]
+    /// comes next.
+    pub fn look_ahead(
+        &mut self,
+        successors: &Array,
+        hidden: &Array,
+        position: u64,
+        sampler: &Sampler,
+        target: &Caches,
+    ) -> Result<bool> {
+        // Penalties make what is drafted depend on the outcome; a wide round has more rows than one launch takes.
+        let level = self.caches.offset() == self.consumed && self.waiting == 0;
+        if !self.looks_ahead || !level || !self.is_independent() || sampler.has_penalties() {
+            return Ok(false);
+        }
+        let carried = self.run(successors, hidden, target)?;
+        let draft = self.score(&carried, position, sampler, &[])?;
+        self.ahead = Some(Begun {
+            position,
+            carried,
+            draft,
+        });
+        Ok(true)
+    }
+
+    /// Reports that `rows` of the round looked ahead of stand, the last of them with state `hidden[rows - 1]`; `goes_on`: the
+    /// token after them is their successor, and not where the generation ends.
+    pub fn follow(&mut self, rows: i32, hidden: &Array, goes_on: bool) -> Result<()> {
+        let ahead = self
+            .ahead
+            .take()
+            .ok_or_else(|| Exception::custom("the drafter follows a round that it did not look ahead of"))?;
+        let last = |states: &Array| ops::slice_axis(states, 1, rows - 1, rows);
+        self.consumed += rows;
+        self.frontier = Some(ops::compact(&last(hidden)?)?);
+        self.begun = None;
+        if goes_on {
+            self.begun = Some(Begun {
+                position: ahead.position + rows as u64 - 1,
+                carried: last(&ahead.carried)?,
+                draft: ahead.draft.row(rows - 1)?,
+            });
+        }
+        self.caches.rewind(self.consumed - i32::from(!goes_on));
+        Ok(())
+    }
+
     /// The first step of the chain; `None` where there is no state to start from.
     fn first(
         &mut self,
@@ -233,12 +295,12 @@ impl<'m> Drafter<'m> {
         }))
     }
 
-    /// Draws a token from a state [1, 1, D] of the head. The device drafts while the host describes the next step; on the
+    /// Draws a token from each state [1, n, D] of the head, for positions in a row. The device drafts while the host describes the next step; on the
     /// host's cores too this is worth a quarter of a round.
     fn score(&self, carried: &Array, position: u64, sampler: &Sampler, before: &[Draft]) -> Result<Draft> {
         let logits = self.head.unembed(carried)?;
-        let width = logits.dim(2);
-        let draft = sampler.draft(&logits.reshape(&[1, width])?, position, before, None)?;
+        let (rows, width) = (logits.dim(1), logits.dim(2));
+        let draft = sampler.draft(&logits.reshape(&[rows, width])?, position, before, None)?;
         async_eval([draft.ids()])?;
         Ok(draft)
     }
@@ -273,6 +335,11 @@ impl<'m> Drafter<'m> {
         // Chained slots hold the head's own states; accepted ones are rewritten from the trunk's with the next first call.
         self.caches.rewind(settled);
         Ok(drafts)
+    }
+
+    /// Whether it begins chains before a round is read.
+    pub fn looks_ahead(&self) -> bool {
+        self.looks_ahead
     }
 
     /// Whether the chain needs nothing of the trunk but the states that it was told of.

@@ -12,7 +12,7 @@ use crate::engine::decode::ids_array;
 use crate::mlx::{Backend, Path};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::plan::{plan, PlanOptions};
-use crate::model::qwen3_5::{load, Qwen35};
+use crate::model::qwen3_5::{load, Qwen35, Scores};
 use crate::model::test_support::{fixtures, tiny};
 use crate::model::weights::{Precision, Weights};
 use crate::model::{DraftKind, Model as _};
@@ -53,7 +53,7 @@ fn build(name: &str, path: Path) -> Qwen35 {
     let plan = plan(&checkpoint, PlanOptions::default()).unwrap();
     let mut progress = |_| true;
     let weights = Weights::new(&checkpoint, &plan, Precision::Widen, &mut progress).unwrap();
-    load(&weights, path).unwrap().model
+    load(&weights, path, Scores::Stored).unwrap().model
 }
 
 fn ids(value: &Value) -> Vec<u32> {

@@ -164,7 +164,11 @@ impl Engine {
             job.tokens.len(),
             cached,
         )?);
-        let mut drafter = head.map(|head| Drafter::new(head).with_media(&placed));
+        let mut drafter = head.map(|head| {
+            Drafter::new(head)
+                .with_media(&placed)
+                .looking_ahead(self.path == crate::mlx::Path::Gpu)
+        });
         if let Some(restored) = restored {
             restored.load(&mut caches, drafter.as_mut())?;
         }

@@ -22,9 +22,10 @@ use crate::mlx::{gpu, memory, Backend, Path};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::ModelConfig;
 use crate::model::error::{LoadError, LoadErrorKind};
+use crate::model::estimate;
 use crate::model::plan::{plan, Plan, PlanOptions, VisionStatus};
 use crate::model::quant::ModuleQuant;
-use crate::model::qwen3_5::{delta, load, Qwen35};
+use crate::model::qwen3_5::{delta, load, Qwen35, Scores};
 use crate::model::weights::{memory_bytes, ModelError, Precision, Weights};
 use crate::model::Model as _;
 use crate::prefix::disk::{DiskConfig, DiskStore, FingerprintBuilder};
@@ -129,6 +130,11 @@ pub fn load_model(
         return Err(Refusal::new(ErrorCode::OutOfMemory, message));
     }
     tracing::info!("weights: {needed} of {limit} bytes, {}", precision.words());
+    let scores = draft_scores(
+        backend,
+        path,
+        estimate::draft_scores(&checkpoint, &plan, limit - needed),
+    );
     if plan
         .modules
         .iter()
@@ -149,7 +155,8 @@ pub fn load_model(
         }
         !latch.is_set()
     };
-    let loaded = match Weights::new(&checkpoint, &plan, precision, &mut progress).and_then(|w| load(&w, path))
+    let loaded = match Weights::new(&checkpoint, &plan, precision, &mut progress)
+        .and_then(|w| load(&w, path, scores))
     {
         Err(ModelError::Interrupted) => return Ok(None),
         result => result?,
@@ -192,6 +199,17 @@ pub fn load_model(
         path,
         prefix,
     }))
+}
+
+/// What scores drafts; `bytes` is what a copy of the vocabulary projection in bytes takes, where it may be made.
+fn draft_scores(backend: Backend, path: Path, bytes: Option<u64>) -> Scores {
+    match bytes {
+        Some(bytes) if backend == Backend::Cuda && path == Path::Gpu => {
+            tracing::info!("drafts are scored with a vocabulary projection of 8 bits: {bytes} bytes more");
+            Scores::Bytes
+        }
+        _ => Scores::Stored,
+    }
 }
 
 /// The fused path where this device computes it right and the model's shapes fit, else plain operations.

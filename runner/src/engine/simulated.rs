@@ -8,9 +8,9 @@ use std::cell::Cell;
 use std::time::Instant;
 
 use mlx_rs::error::Result as MlxResult;
-use mlx_rs::ops::select;
+use mlx_rs::ops::indexing::put_along_axis;
 use mlx_rs::transforms::eval;
-use mlx_rs::Array;
+use mlx_rs::{Array, Dtype};
 use serde::Serialize;
 
 use super::job::Refusal;
@@ -18,7 +18,7 @@ use super::text::TextStack;
 use super::warmup::sequence;
 use crate::cache::Caches;
 use crate::host::outbox::Outbox;
-use crate::mlx::Path;
+use crate::mlx::{ops, Path};
 use crate::model::qwen3_5::Qwen35;
 use crate::model::{Batch, DraftKind, DraftModel, Model as _};
 use crate::sample::rng;
@@ -26,10 +26,12 @@ use crate::sample::rng;
 /// How often the simulated head is right.
 const ACCEPTANCE: f64 = 0.75;
 /// Depths tried.
-const DEPTHS: [usize; 4] = [1, 2, 3, 5];
+const DEPTHS: [usize; 5] = [1, 2, 3, 4, 5];
 /// Tokens timed, and tokens before that.
 const TOKENS: u32 = 400;
 const WARM: u32 = 24;
+/// Tokens beyond the known ones that drafts may be asked for.
+const BEYOND: usize = 64;
 
 /// Drafting at one depth.
 #[derive(Debug, Serialize)]
@@ -47,11 +49,39 @@ pub struct Simulated {
 /// A head that is right with probability [`ACCEPTANCE`] about a sequence known in advance.
 struct Oracle<'m> {
     head: &'m dyn DraftModel,
-    sequence: Vec<u32>,
-    /// The ids of all columns, [1, 1, V].
-    columns: Array,
+    /// What it favours at each place of the sequence and somewhat beyond, [1, n, 1] int32.
+    favoured: Array,
+    /// A logit above all others for each, [1, n, 1].
+    certain: Array,
     /// Slots of the head's cache after its last forward.
     slots: Cell<usize>,
+}
+
+impl<'m> Oracle<'m> {
+    fn new(head: &'m dyn DraftModel, sequence: &[u32], dtype: Dtype) -> MlxResult<Self> {
+        let favoured: Vec<i32> = (0..sequence.len() + BEYOND)
+            .map(|place| {
+                let truth = sequence.get(place).copied().unwrap_or(0);
+                let right = rng::uniform(7, place as u64, rng::Purpose::Accept) < ACCEPTANCE as f32;
+                if right {
+                    truth as i32
+                } else {
+                    (truth ^ 1) as i32
+                }
+            })
+            .collect();
+        let shape = [1, favoured.len() as i32, 1];
+        let certain = ops::cast(&Array::from_slice(&vec![1e6f32; favoured.len()], &shape), dtype)?;
+        let favoured = Array::from_slice(&favoured, &shape);
+        // Computed with once, so that they lie on the device.
+        eval([&favoured.add(&favoured)?, &certain])?;
+        Ok(Self {
+            head,
+            favoured,
+            certain,
+            slots: Cell::new(0),
+        })
+    }
 }
 
 impl DraftModel for Oracle<'_> {
@@ -68,14 +98,10 @@ impl DraftModel for Oracle<'_> {
     fn unembed(&self, hidden: &Array) -> MlxResult<Array> {
         let logits = self.head.unembed(hidden)?;
         // Slot S predicts token S + 2, and the last slot is `slots - 1`.
-        let place = self.slots.get() + 1;
-        let truth = self.sequence.get(place).copied().unwrap_or(0);
-        let right = rng::uniform(7, place as u64, rng::Purpose::Accept) < ACCEPTANCE as f32;
-        let token = if right { truth } else { truth ^ 1 };
-        let favour = self.columns.eq(Array::from_int(token as i32))?;
-        let certain = Array::from_f32(1e6).as_dtype(logits.dtype())?;
+        let (rows, last) = (hidden.dim(1), self.slots.get() as i32 + 1);
+        let of = |a: &Array| ops::slice_axis(a, 1, last + 1 - rows, last + 1);
         // Its other logits are the head's own, so that the projection is computed.
-        select(&favour, &certain, &logits)
+        put_along_axis(&logits, of(&self.favoured)?, of(&self.certain)?, 2)
     }
 
     fn kind(&self) -> DraftKind {
@@ -104,15 +130,7 @@ pub fn simulate(model: &Qwen35, text: &TextStack, path: Path) -> Result<Vec<Simu
     let mut truth = plain.consumed.clone();
     truth.push(plain.current);
     drop(plain);
-    let width = model.vocabulary_size();
-    let columns = mlx_rs::ops::arange::<_, i32>(None, width, None)?.reshape(&[1, 1, width])?;
-    eval([&columns])?;
-    let oracle = Oracle {
-        head,
-        sequence: truth,
-        columns,
-        slots: Cell::new(0),
-    };
+    let oracle = Oracle::new(head, &truth, model.activations())?;
     let mut out = Vec::new();
     for depth in DEPTHS {
         let mut decoding = sequence(model, Some(&oracle), text, path, prompt.clone())?;

@@ -14,7 +14,7 @@ use crate::image::{ImageRules, DEFAULT_PIXEL_BUDGET};
 use crate::mlx::{ops, Backend, Path};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::plan::{plan, PlanOptions};
-use crate::model::qwen3_5::load;
+use crate::model::qwen3_5::{load, Scores};
 use crate::model::weights::{Precision, Weights};
 use crate::model::{Batch, Dispatch, Model as _};
 
@@ -36,7 +36,7 @@ fn chunks_of_a_prompt_with_pictures_leave_what_one_pass_leaves_in_trunk_and_head
     let plan = plan(&checkpoint, PlanOptions::default()).unwrap();
     let mut progress = |_| true;
     let weights = Weights::new(&checkpoint, &plan, Precision::Widen, &mut progress).unwrap();
-    let model = load(&weights, Path::Cpu).unwrap().model;
+    let model = load(&weights, Path::Cpu, Scores::Stored).unwrap().model;
     let vision = checkpoint.config().vision.unwrap();
     let rules = PictureRules {
         token: checkpoint.config().media.image.unwrap(),

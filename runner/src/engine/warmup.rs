@@ -113,7 +113,7 @@ pub(super) fn sequence<'m>(
     let mut decoding = Decoding {
         model,
         caches: model.new_caches(),
-        drafter: head.map(Drafter::new),
+        drafter: head.map(|head| Drafter::new(head).looking_ahead(path == Path::Gpu)),
         sampler: Sampler::new(&job.options, job.verify, job.seed, vocabulary, &job.tokens, path),
         emitter: Emitter::new(&job, text),
         constraint: None,

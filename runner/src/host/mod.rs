@@ -202,7 +202,7 @@ fn answer_outstanding(host: &Host) {
 fn inspect(args: &cli::Args) -> anyhow::Result<i32> {
     let settings = args.settings();
     let circumstances = Circumstances {
-        on_cpu: matches!(Backend::select(args.cpu), Backend::Cpu),
+        backend: Backend::select(args.cpu),
         memory_limit: settings.memory_limit,
         chunk: settings.chunk,
         no_draft: settings.draft.is_off(),

@@ -11,10 +11,11 @@ use std::path::Path;
 use serde::Serialize;
 use serde_json::json;
 
+use crate::mlx::Backend;
 use crate::model::checkpoint::{dtype_name, Checkpoint};
 use crate::model::config::{LayerKind, ModelConfig};
 use crate::model::error::{LoadError, Result as LoadResult};
-use crate::model::estimate::{activations, state, StateBytes};
+use crate::model::estimate::{activations, draft_scores, state, StateBytes};
 use crate::model::fingerprint::fingerprint;
 use crate::model::layout::Convention;
 use crate::model::plan::{plan, Plan, PlanOptions, VisionStatus};
@@ -28,8 +29,8 @@ const SAMPLE_CONTEXT: u64 = 4096;
 /// Where and how the model would run.
 #[derive(Debug, Clone, Copy)]
 pub struct Circumstances {
-    /// On the processor, where weights widen to float32 if they fit.
-    pub on_cpu: bool,
+    /// What it would run on; on the host's cores weights widen to float32 if they fit.
+    pub backend: Backend,
     /// Bytes that weights and caches may take.
     pub memory_limit: u64,
     /// Prompt tokens a prefill step.
@@ -346,12 +347,18 @@ fn memory(checkpoint: &Checkpoint, plan: &Plan, circumstances: Circumstances) ->
     let limit = circumstances.memory_limit;
     let wide = Precision::wide();
     let widened = memory_bytes(checkpoint, plan, wide);
-    let (precision, element) = match circumstances.on_cpu {
-        true if widened <= limit => (wide, 4),
-        true => (Precision::Stored, 4),
-        false => (Precision::Native, 2),
+    let (precision, element) = match circumstances.backend {
+        Backend::Cpu if widened <= limit => (wide, 4),
+        Backend::Cpu => (Precision::Stored, 4),
+        Backend::Metal | Backend::Cuda => (Precision::Native, 2),
     };
     let weights = memory_bytes(checkpoint, plan, precision);
+    let room = limit.saturating_sub(weights);
+    let scores = match circumstances.backend {
+        Backend::Cuda => draft_scores(checkpoint, plan, room).unwrap_or(0),
+        Backend::Cpu | Backend::Metal => 0,
+    };
+    let weights = weights + scores;
     let state = state(config, element);
     let activations = activations(config, circumstances.chunk, element);
     let context = SAMPLE_CONTEXT.min(config.context_length as u64);

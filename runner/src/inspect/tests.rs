@@ -6,7 +6,7 @@ use super::*;
 use crate::model::test_support::{fixtures, tiny, Edited};
 
 const HERE: Circumstances = Circumstances {
-    on_cpu: true,
+    backend: Backend::Cpu,
     memory_limit: 8 << 30,
     chunk: 512,
     no_draft: false,
@@ -138,7 +138,7 @@ fn the_estimate_knows_how_fp8_blocks_would_be_held() {
     // On a GPU, where nothing is widened.
     let weights = |fp8| {
         let on_gpu = Circumstances {
-            on_cpu: false,
+            backend: Backend::Metal,
             fp8,
             ..HERE
         };

@@ -185,6 +185,14 @@ pub fn cast(a: &Array, dtype: Dtype) -> Result<Array> {
     }
 }
 
+/// The bytes of `a` as elements of another type; the last axis grows or shrinks by the sizes' ratio.
+pub fn view(a: &Array, dtype: Dtype) -> Result<Array> {
+    // SAFETY: the array handle is valid for the call.
+    array_op("view", |res, s| unsafe {
+        mlx_sys::mlx_view(res, a.as_ptr(), dtype.into(), s)
+    })
+}
+
 /// A compact copy: owns exactly its own bytes (up to MLX's 16 KiB slack) and never pins the buffer that it was cut from.
 pub fn compact(a: &Array) -> Result<Array> {
     // `mlx_copy` shares its input's buffer; `mlx_contiguous` copies whenever the input is a part of a larger one.

@@ -3,7 +3,17 @@
 //! Invariant: caches are counted exactly as the model keeps them (keys and values of full layers for each token; delta state
 //! in float32 and the convolution's tail for each sequence); activations are an estimate from above for one prefill chunk.
 
+use safetensors::Dtype as FileDtype;
+
+use super::checkpoint::Checkpoint;
 use super::config::{LayerKind, ModelConfig};
+use super::plan::Plan;
+use super::quant::ModuleQuant;
+
+/// Below this many bytes in bfloat16 a projection takes no longer than a launch.
+const SMALLEST: u64 = 64 << 20;
+/// The part of the memory left beside the weights that the bytes may take.
+const SHARE: u64 = 8;
 
 /// Bytes of state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -41,6 +51,28 @@ pub fn activations(config: &ModelConfig, rows: usize, element: u64) -> u64 {
     };
     let widest = full.max(linear).max(mlp).max(3 * config.intermediate_size);
     (rows as u64 * (4 * d + 2 * widest) as u64 + (LOGIT_ROWS * config.vocab_size) as u64) * element
+}
+
+/// Bytes in memory of a second vocabulary projection in [`crate::mlx::gpu::bytes::ByteRows`], for the head's drafts, where a CUDA
+/// device gains by it and `room`, what the memory limit leaves beside the weights, is plenty.
+pub fn draft_scores(checkpoint: &Checkpoint, plan: &Plan, room: u64) -> Option<u64> {
+    let name = if plan.tied { "embed_tokens" } else { "lm_head" };
+    let module = plan.modules.iter().find(|module| module.path == name)?;
+    let stored = checkpoint.tensor(&format!("{name}.weight"))?;
+    let &[outputs, inputs] = &module.shape[..] else {
+        return None;
+    };
+    let dense = module.quant == ModuleQuant::Dense && stored.dtype == FileDtype::BF16;
+    (plan.head.is_active() && dense)
+        .then(|| byte_rows([outputs as u64, inputs as u64], room))
+        .flatten()
+}
+
+/// The same of a dense bfloat16 matrix [out, in].
+fn byte_rows([outputs, inputs]: [u64; 2], room: u64) -> Option<u64> {
+    let bytes = outputs * (inputs + 4);
+    let pays = inputs % 128 == 0 && 2 * outputs * inputs >= SMALLEST;
+    (pays && bytes <= room / SHARE).then_some(bytes)
 }
 
 #[cfg(test)]
@@ -81,6 +113,17 @@ mod tests {
                 bytes.recurrent_per_sequence
             );
         }
+    }
+
+    #[test]
+    fn a_second_projection_needs_room_and_a_vocabulary_that_takes_long_to_read() {
+        const GIB: u64 = 1 << 30;
+        let real = [248_320, 2560];
+        assert_eq!(byte_rows(real, 120 * GIB), Some(248_320 * 2564));
+        // An eighth of what is left must do.
+        assert_eq!(byte_rows(real, 4 * GIB), None);
+        assert_eq!(byte_rows([4096, 256], 120 * GIB), None);
+        assert_eq!(byte_rows([248_320, 2562], 120 * GIB), None);
     }
 
     #[test]

@@ -10,6 +10,7 @@ use mlx_rs::{Array, Dtype};
 use super::matrix::{Codes, Matrix};
 use crate::mlx::backend::on_host;
 use crate::mlx::gpu::products::{Around, Gain, Products, Stored};
+use crate::mlx::gpu::Table;
 use crate::mlx::{cpu, gpu, ops};
 
 /// Rows from which a quantised matrix is decoded for the product, on CUDA.
@@ -48,6 +49,14 @@ impl Linear {
             },
             Matrix::Quantized(codes) => Self::Quantized(codes),
         })
+    }
+
+    /// W, where it is plain values.
+    pub fn dense(&self) -> Option<&Array> {
+        match self {
+            Self::Dense { rows, .. } => Some(rows),
+            Self::Quantized(_) => None,
+        }
     }
 
     /// Rows of W.
@@ -135,6 +144,26 @@ impl Linear {
                 };
                 rows.decode(dtype)
             }
+        }
+    }
+
+    /// Itself as a table of embeddings, where a kernel can read it.
+    pub fn table(&self) -> Option<Table<'_>> {
+        match self {
+            Self::Dense { rows, .. } => Some(Table::Dense(rows)),
+            Self::Quantized(Codes {
+                weight,
+                scales,
+                biases: Some(biases),
+                global_scale: None,
+                mode,
+            }) if mode.bits == 4 => Some(Table::Codes {
+                weight,
+                scales,
+                biases,
+                group: mode.group_size,
+            }),
+            Self::Quantized(_) => None,
         }
     }
 

@@ -9,6 +9,7 @@
 //! may look at committed and tested tokens and at the drafter's probabilities, never at drafts behind a refused one.
 
 use mlx_rs::error::{Exception, Result};
+use mlx_rs::ops::{concatenate, select};
 use mlx_rs::transforms::eval;
 use mlx_rs::Array;
 
@@ -34,7 +35,9 @@ pub struct Verdict {
 #[derive(Debug)]
 struct Rejection {
     /// 1 where a draft stands, int32 [k].
-    accepted: Readable,
+    accepted: Array,
+    /// The same for the host.
+    accepted_read: Readable,
     /// The token in place of a draft that doesn't, int32 [k].
     instead: Array,
     /// The same for the host.
@@ -126,7 +129,8 @@ pub(super) fn rejection(
         peak: Readable::new(&rows.peak, path)?,
         rows,
         rejection: Some(Rejection {
-            accepted: Readable::new(&accepted, path)?,
+            accepted_read: Readable::new(&accepted, path)?,
+            accepted,
             instead_read: Readable::new(&instead, path)?,
             instead,
             peaks,
@@ -148,7 +152,7 @@ impl Verdict {
         let rejection = self
             .rejection
             .iter()
-            .flat_map(|r| r.accepted.0.iter().chain(&r.instead_read.0).chain(&r.peaks));
+            .flat_map(|r| r.accepted_read.0.iter().chain(&r.instead_read.0).chain(&r.peaks));
         self.drafts
             .iter()
             .chain(&self.choice.0)
@@ -159,6 +163,19 @@ impl Verdict {
     /// The target's k + 1 rows.
     pub fn rows(&self) -> &Rows {
         &self.rows
+    }
+
+    /// The token that follows each row if the drafts before it stand, int32 [k + 1], for work on the device that doesn't wait for
+    /// the outcome.
+    pub fn successors(&self) -> Result<Array> {
+        let Some(rejection) = &self.rejection else {
+            return Ok(self.rows.choice.clone());
+        };
+        let drafts = concatenate(&self.drafts, 0)?;
+        let k = drafts.dim(0);
+        let stands = rejection.accepted.ne(Array::from_int(0))?;
+        let tested = select(&stands, &drafts, &rejection.instead)?;
+        concatenate(&[tested, ops::slice_axis(&self.rows.choice, 0, k, k + 1)?], 0)
     }
 
     /// The ids that each row may yield, with the row of the first: drafts, the target's own choices, replacements.
@@ -183,7 +200,7 @@ impl Verdict {
         eval(self.arrays())?;
         let drafts: Result<Vec<Vec<i32>>> = self.drafts.iter().map(values::<i32>).collect();
         let rejection = match &self.rejection {
-            Some(r) => Some((r.accepted.values()?, r.instead_read.values()?)),
+            Some(r) => Some((r.accepted_read.values()?, r.instead_read.values()?)),
             None => None,
         };
         Ok((drafts?.concat(), self.choice.values()?, rejection))
@@ -210,7 +227,7 @@ impl Verdict {
             }
             Some(rejection) => {
                 let accepted = rejection
-                    .accepted
+                    .accepted_read
                     .values::<i32>()?
                     .iter()
                     .take_while(|&&a| a != 0)

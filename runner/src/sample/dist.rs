@@ -11,7 +11,7 @@ use mlx_rs::Array;
 use super::options::{PenaltyOptions, Shape};
 use super::rng::{uniform, Purpose, RowKey};
 use super::{fused, graph};
-use crate::mlx::{gpu, Path};
+use crate::mlx::{gpu, ops, Path};
 
 /// Lists longer than this become whole-vocabulary rows: comparing two lists costs the square of their length.
 pub(super) const LONGEST_LIST: u32 = 256;
@@ -41,6 +41,28 @@ pub struct Rows {
     pub choice: Array,
     /// Each row's largest logit [R], float32, after masks and penalties: NaN where the row holds one, -inf where nothing is left.
     pub peak: Array,
+}
+
+impl Rows {
+    /// Row `r` alone.
+    pub fn row(&self, r: i32) -> Result<Self> {
+        // Compact: what the host will read must not lie in a longer array.
+        let cut = |a: &Array| ops::compact(&ops::slice_axis(a, 0, r, r + 1)?);
+        let choice = cut(&self.choice)?;
+        let dist = match &self.dist {
+            Dist::Point(_) => Dist::Point(choice.clone()),
+            Dist::List { ids, probs } => Dist::List {
+                ids: cut(ids)?,
+                probs: cut(probs)?,
+            },
+            Dist::Whole(probs) => Dist::Whole(cut(probs)?),
+        };
+        Ok(Self {
+            dist,
+            choice,
+            peak: cut(&self.peak)?,
+        })
+    }
 }
 
 /// The randomness of one draw a row.

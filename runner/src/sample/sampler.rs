@@ -72,6 +72,13 @@ impl Draft {
     pub fn ids(&self) -> &Array {
         &self.rows.choice
     }
+
+    /// Row `r` alone.
+    pub fn row(&self, r: i32) -> Result<Self> {
+        Ok(Self {
+            rows: self.rows.row(r)?,
+        })
+    }
 }
 
 /// Draws a request's tokens.

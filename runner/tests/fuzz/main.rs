@@ -19,7 +19,7 @@ use lookahead_runner::mlx::{self, Array, Backend};
 use lookahead_runner::model::checkpoint::Checkpoint;
 use lookahead_runner::model::plan::{plan, PlanOptions};
 use lookahead_runner::model::quant::Fp8Form;
-use lookahead_runner::model::qwen3_5::load;
+use lookahead_runner::model::qwen3_5::{load, Scores};
 use lookahead_runner::model::vision_config::VisionConfig;
 use lookahead_runner::model::weights::{memory_bytes, Precision, Weights};
 use lookahead_runner::model::{Batch, Model as _};
@@ -91,7 +91,7 @@ fn look(dir: &Path, whole: bool) -> bool {
     let found = inspect(
         dir,
         Circumstances {
-            on_cpu: true,
+            backend: Backend::Cpu,
             memory_limit: 64 << 20,
             chunk: 64,
             no_draft: false,
@@ -109,7 +109,7 @@ fn try_out(dir: &Path) -> Result<(), Box<dyn std::error::Error>> {
     let plan = plan(&checkpoint, PlanOptions::default())?;
     let mut progress = |_| true;
     let weights = Weights::new(&checkpoint, &plan, Precision::Widen, &mut progress)?;
-    let model = load(&weights, mlx::Path::Cpu)?.model;
+    let model = load(&weights, mlx::Path::Cpu, Scores::Stored)?.model;
     if let (Some(tower), Some(vision)) = (model.tower(), &checkpoint.config().vision) {
         let rules = ImageRules::read(dir, vision, 1 << 16)?;
         let patches = prepare(&read(&fixtures("golden/a.png")), &rules)?;

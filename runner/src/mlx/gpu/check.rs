@@ -6,8 +6,9 @@ use mlx_rs::error::{Exception, Result};
 use mlx_rs::ops::sigmoid;
 use mlx_rs::{Array, Dtype};
 
+use super::bytes::ByteRows;
 use super::products::{Around, Gain, Stored};
-use super::{kernels, with_products, Heads};
+use super::{kernels, with_products, Heads, Table};
 use crate::mlx::delta::{gpu_net, graph_net, DeltaInput, DeltaParams, DeltaShape, Keep};
 use crate::mlx::ops;
 
@@ -32,6 +33,9 @@ fn scalar(a: &Array) -> Result<f32> {
     a.try_item_cast::<f32>()
         .map_err(|error| Exception::custom(ops::last_error().unwrap_or_else(|| error.to_string())))
 }
+
+/// Results are rounded to bfloat16, and so are normalised rows: relative to the largest result.
+const ROUNDING: f32 = 0.02;
 
 /// How far one kernel is from its counterpart in plain operations.
 #[derive(Debug, Clone, Copy)]
@@ -97,6 +101,7 @@ pub fn differences(rows: i32, batch: i32, c: &Constants) -> Result<Vec<Differenc
         .multiply(&ops::slice_axis(&x, 1, 48, 96)?)?;
     out.push(Difference::exact("swiglu", apart(&kernels.swiglu(&x)?, &wanted)?));
     out.push(peak(rows)?);
+    out.push(draft_input(rows, c)?);
     if rows <= super::products::ROWS {
         out.push(Difference::exact("attention", attention(rows, c)?));
         out.extend(products(rows, c)?);
@@ -131,26 +136,86 @@ fn products(rows: i32, c: &Constants) -> Result<Vec<Difference>> {
     let (outputs, inputs) = (144, 256);
     let dense = narrow(&noise(&[outputs, inputs], 23))?;
     let mut out = product(rows, c.eps, "product", Stored::Dense(&dense), &dense)?;
+    out.extend(bytes(rows, &dense)?);
     if let Some(group) = c.group {
-        let mode = ops::QuantMode {
-            group_size: group,
-            bits: 4,
-            mode: c"affine",
-        };
-        let codes = ops::quantize(&dense, mode)?;
-        let [weight, scales, biases] = &codes[..] else {
-            return Err(Exception::custom("affine codes without biases"));
-        };
-        let decoded = ops::dequantize(weight, scales, Some(biases), mode, Dtype::Bfloat16)?;
+        let (mode, [weight, scales, biases]) = codes(&dense, group)?;
+        let decoded = ops::dequantize(&weight, &scales, Some(&biases), mode, Dtype::Bfloat16)?;
         let stored = Stored::Codes {
-            weight,
-            scales,
-            biases,
+            weight: &weight,
+            scales: &scales,
+            biases: &biases,
             group,
         };
         out.extend(product(rows, c.eps, "product of codes", stored, &decoded)?);
     }
     Ok(out)
+}
+
+/// The product that scores drafts.
+fn bytes(rows: i32, dense: &Array) -> Result<Option<Difference>> {
+    let bytes = ByteRows::encode(dense)?;
+    let x = narrow(&noise(&[1, rows, dense.dim(1)], 24))?;
+    let Some(got) = bytes.forward(&x)? else {
+        return Ok(None);
+    };
+    let wanted = mlx_rs::ops::matmul(&wide(&x)?, &bytes.decode()?.transpose_axes(&[1, 0])?)?;
+    Ok(Some(Difference {
+        name: "product of bytes",
+        by: apart(&got, &wanted)? / scalar(&wanted.abs()?.max(None)?)?.max(1e-6),
+        limit: ROUNDING,
+    }))
+}
+
+/// What the head's first product reads, of plain embeddings and of codes.
+fn draft_input(rows: i32, c: &Constants) -> Result<Difference> {
+    let width = 256;
+    let table = noise(&[40, width], 25);
+    let hidden = noise(&[1, rows, width], 26);
+    let ids: Vec<i32> = (0..rows).map(|row| row * 7 % 40).collect();
+    let ids = Array::from_slice(&ids, &[1, rows]);
+    let (token_gain, state_gain) = (noise(&[width], 27), noise(&[width], 28));
+    let norms = (
+        Gain {
+            gain: &token_gain,
+            eps: c.eps,
+        },
+        Gain {
+            gain: &state_gain,
+            eps: c.eps,
+        },
+    );
+    let of = |read: Table<'_>, values: &Array| -> Result<f32> {
+        let taken = mlx_rs::ops::indexing::take_axis(values, &ids, 0)?;
+        let token = mlx_rs::fast::rms_norm(&taken, Some(&token_gain), c.eps)?;
+        let state = mlx_rs::fast::rms_norm(&hidden, Some(&state_gain), c.eps)?;
+        let wanted = mlx_rs::ops::concatenate(&[token, state], 2)?;
+        apart(&kernels()?.draft_input(&ids, read, &hidden, norms)?, &wanted)
+    };
+    let mut worst = of(Table::Dense(&table), &table)?;
+    if let Some(group) = c.group {
+        let (mode, [weight, scales, biases]) = codes(&table, group)?;
+        let decoded = ops::dequantize(&weight, &scales, Some(&biases), mode, Dtype::Float32)?;
+        let read = Table::Codes {
+            weight: &weight,
+            scales: &scales,
+            biases: &biases,
+            group,
+        };
+        worst = worst.max(of(read, &decoded)?);
+    }
+    Ok(Difference::exact("draft input", worst))
+}
+
+/// Affine 4-bit codes of a matrix: words, scales, biases.
+fn codes(values: &Array, group: i32) -> Result<(ops::QuantMode, [Array; 3])> {
+    let mode = ops::QuantMode {
+        group_size: group,
+        bits: 4,
+        mode: c"affine",
+    };
+    let codes = <[Array; 3]>::try_from(ops::quantize(values, mode)?);
+    let codes = codes.map_err(|_| Exception::custom("affine codes without biases"))?;
+    Ok((mode, codes))
 }
 
 fn narrow(a: &Array) -> Result<Array> {
@@ -168,8 +233,6 @@ fn product(
     stored: Stored<'_>,
     values: &Array,
 ) -> Result<Vec<Difference>> {
-    /// Results are rounded to bfloat16, and so are normalised rows: relative to the largest result.
-    const ROUNDING: f32 = 0.02;
     let (outputs, inputs) = (values.dim(0), values.dim(1));
     let x = narrow(&noise(&[1, rows, inputs], 20))?;
     let added = narrow(&noise(&[1, rows, outputs], 21))?;

@@ -4,10 +4,12 @@
 //! other on random input before a model trusts them.
 
 mod attention_source;
+pub mod bytes;
 pub mod check;
 mod compiler;
 mod cuda;
 mod delta;
+mod draft_input;
 mod kernel;
 mod metal;
 mod peak;
@@ -24,11 +26,13 @@ use mlx_rs::Array;
 
 use super::Backend;
 use compiler::Compiler;
+use draft_input::DraftInput;
 use kernel::{Call, Kernel, Maker, Text};
 use peak::Peak;
-use products::Products;
+use products::{Gain, Products};
 
 pub use delta::DeltaResults;
+pub use draft_input::Table;
 
 /// Threads that share a row's norm.
 const NORM_THREADS: i32 = 256;
@@ -47,6 +51,7 @@ pub struct Kernels {
     gate: Kernel,
     rows: Kernel,
     peak: Peak,
+    draft_input: DraftInput,
     products: Option<Products>,
 }
 
@@ -171,6 +176,7 @@ impl Kernels {
                 attention_source::ATTENTION_ROWS,
             )?,
             peak: Peak::new(&maker)?,
+            draft_input: DraftInput::new(&maker)?,
             products: Products::new(&maker),
         }))
     }
@@ -184,6 +190,18 @@ impl Kernels {
     /// NaN for a row that holds one.
     pub fn peak(&self, logits: &Array, known: i32) -> Result<(Array, Array)> {
         self.peak.of(logits, known)
+    }
+
+    /// The norm of each token's embedding beside the norm of each state, [B, L, 2 D] in the type of `hidden` [B, L, D]; ids [B, L]
+    /// int32. The norms are the token's and the state's.
+    pub fn draft_input(
+        &self,
+        ids: &Array,
+        table: Table<'_>,
+        hidden: &Array,
+        norms: (Gain<'_>, Gain<'_>),
+    ) -> Result<Array> {
+        self.draft_input.of(ids, table, hidden, norms)
     }
 
     /// `x + added` and its norm, in the type of `x`.

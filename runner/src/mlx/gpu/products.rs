@@ -2,7 +2,7 @@
 //!
 //! Invariant: a row's result is the same whatever rows are computed beside it. Which matrices are taken follows from their storage alone, never from values.
 
-use mlx_rs::error::Result;
+use mlx_rs::error::{Exception, Result};
 use mlx_rs::{Array, Dtype};
 
 use super::kernel::{Call, Kernel, Maker, Text};
@@ -27,12 +27,19 @@ pub enum Stored<'a> {
         /// Inputs that share a scale: 32, 64 or 128.
         group: i32,
     },
+    /// Signed 8-bit codes with a scale a row; nothing may be around the product.
+    Bytes {
+        /// [out, in / 4] uint32, each byte a code plus 128.
+        weight: &'a Array,
+        /// [out] float32.
+        scales: &'a Array,
+    },
 }
 
 impl Stored<'_> {
     fn outputs(&self) -> i32 {
         match self {
-            Self::Dense(weight) | Self::Codes { weight, .. } => weight.dim(0),
+            Self::Dense(weight) | Self::Codes { weight, .. } | Self::Bytes { weight, .. } => weight.dim(0),
         }
     }
 
@@ -40,7 +47,42 @@ impl Stored<'_> {
         match self {
             Self::Dense(weight) => weight.dim(1),
             Self::Codes { weight, .. } => weight.dim(1) * 8,
+            Self::Bytes { weight, .. } => weight.dim(1) * 4,
         }
+    }
+
+    fn storage(&self) -> Storage {
+        match self {
+            Self::Dense(_) => Storage::Dense,
+            Self::Codes { .. } => Storage::Codes,
+            Self::Bytes { .. } => Storage::Bytes,
+        }
+    }
+}
+
+/// Which text reads a matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Storage {
+    Dense,
+    Codes,
+    Bytes,
+}
+
+/// Each kernel's storage, by its place among all: every kind of surroundings for the first two, none for the last.
+const STORAGES: [(Storage, usize); 3] = [
+    (Storage::Dense, Around::KINDS),
+    (Storage::Codes, Around::KINDS),
+    (Storage::Bytes, 1),
+];
+
+impl Storage {
+    /// Place of its first kernel.
+    fn first(self) -> usize {
+        STORAGES
+            .iter()
+            .take_while(|(storage, _)| *storage != self)
+            .map(|(_, kinds)| kinds)
+            .sum()
     }
 }
 
@@ -102,13 +144,16 @@ impl Around<'_> {
         }
     }
 
-    fn cut(&self, codes: bool) -> Cut {
-        match (self, codes) {
-            (Self::Nothing, false) => cut(1, 8, 2),
+    fn cut(&self, storage: Storage) -> Cut {
+        match (self, storage) {
+            (Self::Nothing, Storage::Dense) => cut(1, 8, 2),
+            (_, Storage::Bytes) => cut(2, 4, 1),
             (Self::Added(_), _) => cut(1, 16, 1),
-            (Self::Normed(_), false) => cut(4, 8, 1),
-            (Self::Gated(_), false) | (Self::Nothing | Self::Normed(_), true) => cut(2, 4, 2),
-            (Self::Gated(_), true) => cut(2, 8, 1),
+            (Self::Normed(_), Storage::Dense) => cut(4, 8, 1),
+            (Self::Gated(_), Storage::Dense) | (Self::Nothing | Self::Normed(_), Storage::Codes) => {
+                cut(2, 4, 2)
+            }
+            (Self::Gated(_), Storage::Codes) => cut(2, 8, 1),
         }
     }
 }
@@ -123,27 +168,28 @@ impl Products {
     /// `None` where the library's own products serve.
     pub(super) fn new(maker: &Maker) -> Option<Self> {
         let Maker::Cuda(_) = maker else { return None };
-        let both = [false, true].into_iter();
-        let kernels = both
-            .flat_map(|codes| (0..Around::KINDS).map(move |kind| Self::kernel(maker, codes, kind)))
+        let kernels = STORAGES
+            .into_iter()
+            .flat_map(|(storage, kinds)| (0..kinds).map(move |kind| Self::kernel(maker, storage, kind)))
             .collect::<Option<_>>()?;
         Some(Self { kernels })
     }
 
-    fn kernel(maker: &Maker, codes: bool, kind: usize) -> Option<Kernel> {
+    fn kernel(maker: &Maker, storage: Storage, kind: usize) -> Option<Kernel> {
         let (norm, added, gated) = (kind >= 2, kind == 1, kind == 3);
-        let (name, inputs): (_, &[&str]) = match (codes, kind) {
-            (false, 0) => ("product", &["x", "w"]),
-            (false, 1) => ("product_added", &["x", "w", "added"]),
-            (false, 2) => ("product_normed", &["x", "w", "gain"]),
-            (false, _) => ("product_gated", &["x", "w", "gain"]),
-            (true, 0) => ("codes", &["x", "w", "scales", "biases"]),
-            (true, 1) => ("codes_added", &["x", "w", "scales", "biases", "added"]),
-            (true, 2) => ("codes_normed", &["x", "w", "scales", "biases", "gain"]),
-            (true, _) => ("codes_gated", &["x", "w", "scales", "biases", "gain"]),
+        let (name, inputs): (_, &[&str]) = match (storage, kind) {
+            (Storage::Dense, 0) => ("product", &["x", "w"]),
+            (Storage::Dense, 1) => ("product_added", &["x", "w", "added"]),
+            (Storage::Dense, 2) => ("product_normed", &["x", "w", "gain"]),
+            (Storage::Dense, _) => ("product_gated", &["x", "w", "gain"]),
+            (Storage::Codes, 0) => ("codes", &["x", "w", "scales", "biases"]),
+            (Storage::Codes, 1) => ("codes_added", &["x", "w", "scales", "biases", "added"]),
+            (Storage::Codes, 2) => ("codes_normed", &["x", "w", "scales", "biases", "gain"]),
+            (Storage::Codes, _) => ("codes_gated", &["x", "w", "scales", "biases", "gain"]),
+            (Storage::Bytes, _) => ("bytes", &["x", "w", "scales"]),
         };
         let body = format!(
-            "#define NORM {}\n#define EPILOGUE {}\n#define GAIN {}\n#define ADDED {}\n{}{}{}",
+            "#define NORM {}\n#define EPILOGUE {}\n#define GAIN {}\n#define ADDED {}\n#define ROW_SCALE(n) {}\n{}{}{}",
             u8::from(norm),
             u8::from(added) + 2 * u8::from(gated),
             if norm {
@@ -152,8 +198,16 @@ impl Products {
                 "static_cast<const float*>(nullptr)"
             },
             if added { "added" } else { "x" },
+            match storage {
+                Storage::Bytes => "scales[n]",
+                Storage::Dense | Storage::Codes => "1.0f",
+            },
             text::HEAD,
-            if codes { text::CODES } else { text::DENSE },
+            match storage {
+                Storage::Dense => text::DENSE,
+                Storage::Codes => text::CODES,
+                Storage::Bytes => text::BYTES,
+            },
             text::TAIL,
         );
         maker.kernel(Text {
@@ -183,6 +237,7 @@ impl Products {
                     let narrow = scales.dtype() == Dtype::Bfloat16 && biases.dtype() == Dtype::Bfloat16;
                     narrow && matches!(group, 32 | 64 | 128) && whole(128)
                 }
+                Stored::Bytes { .. } => whole(128),
             }
     }
 
@@ -192,27 +247,32 @@ impl Products {
         let gated = matches!(around, Around::Gated(_));
         let width = if gated { outputs / 2 } else { outputs };
         let mut inputs = vec![x];
-        let codes = match stored {
-            Stored::Dense(weight) => {
-                inputs.push(weight);
-                None
-            }
+        let mut group = None;
+        match stored {
+            Stored::Dense(weight) => inputs.push(weight),
             Stored::Codes {
                 weight,
                 scales,
                 biases,
-                group,
+                group: inputs_a_scale,
             } => {
                 inputs.extend([weight, scales, biases]);
-                Some(group)
+                group = Some(inputs_a_scale);
             }
-        };
+            Stored::Bytes { weight, scales } => {
+                if !matches!(around, Around::Nothing) {
+                    return Err(Exception::custom("a product of bytes has nothing around it"));
+                }
+                inputs.extend([weight, scales]);
+            }
+        }
         let gain = around.gain();
         inputs.extend(gain.map(|gain| gain.gain));
         if let Around::Added(added) = around {
             inputs.push(added);
         }
-        let cut = around.cut(codes.is_some());
+        let storage = stored.storage();
+        let cut = around.cut(storage);
         let rows = x.dim(0) * x.dim(1);
         let mut ints = vec![
             ("TILES", cut.tiles),
@@ -221,10 +281,10 @@ impl Products {
             ("UNROLL", cut.unroll),
             ("EPS", bits(gain.map_or(0.0, |gain| gain.eps))),
         ];
-        ints.extend(codes.map(|group| ("GROUP", group)));
+        ints.extend(group.map(|group| ("GROUP", group)));
         let results = 8 * if gated { cut.tiles / 2 } else { cut.tiles };
         let blocks = (width + results - 1) / results;
-        let kernel = &self.kernels[usize::from(codes.is_some()) * Around::KINDS + around.index()];
+        let kernel = &self.kernels[storage.first() + around.index()];
         let mut out = kernel.call(&Call {
             inputs: &inputs,
             integers: &[],

@@ -26,6 +26,25 @@ __device__ __forceinline__ unsigned pair_fma(unsigned a, unsigned b, unsigned c)
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(bits) : "r"(a), "r"(b), "r"(c));
   return bits;
 }
+__device__ __forceinline__ void half_step(
+    float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Two bfloat16 values as two of half precision.
+__device__ __forceinline__ unsigned half_pair(unsigned bits) {
+  unsigned out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;"
+      : "=r"(out) : "f"(__uint_as_float(bits & 0xffff0000u)), "f"(__uint_as_float(bits << 16)));
+  return out;
+}
+// Two bytes, which `order` moves into the lower bits of 1024 as half precision, less 1024 and 128: exact.
+__device__ __forceinline__ unsigned byte_pair(unsigned codes, unsigned order) {
+  unsigned out;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(__byte_perm(codes, 0x64646464u, order)), "r"(0xe480e480u));
+  return out;
+}
 // Two values times their gains; adds their squares to a sum.
 __device__ __forceinline__ unsigned weigh(unsigned bits, float first, float second, float& square) {
   float x = __uint_as_float(bits << 16);
@@ -160,6 +179,38 @@ pub const CODES: &str = r"
   }
 ";
 
+/// Signed 8-bit codes with a scale a row: 128 inputs a step, two stretches of sixteen a lane. Rows are taken in half precision:
+/// one beyond 65,504 makes the result infinite.
+/// w [N, K / 4] uint32, each byte a code plus 128; scales [N] float32.
+pub const BYTES: &str = r"
+  const int steps = depth >> 7;
+  const unsigned* from[TILES];
+  for (int j = 0; j < TILES; j++) { from[j] = w + long(at[j]) * (depth >> 2) + t * 4; }
+#pragma unroll UNROLL
+  for (int step = warp; step < steps; step += WARPS) {
+    uint4 b[TILES][2];
+    for (int j = 0; j < TILES; j++) {
+      b[j][0] = __ldcs(reinterpret_cast<const uint4*>(from[j] + step * 32));
+      b[j][1] = __ldcs(reinterpret_cast<const uint4*>(from[j] + step * 32 + 16));
+    }
+    for (int s = 0; s < 4; s++) {
+      // Half a stretch: eight inputs, two words of codes.
+      const int k = step * 128 + (s >> 1) * 64 + t * 16 + (s & 1) * 8;
+      const uint4 a = low ? *reinterpret_cast<const uint4*>(x_low + k) : none;
+      const uint4 c = high ? *reinterpret_cast<const uint4*>(x_high + k) : none;
+      const unsigned a0 = half_pair(a.x), a1 = half_pair(a.y), a2 = half_pair(a.z), a3 = half_pair(a.w);
+      const unsigned c0 = half_pair(c.x), c1 = half_pair(c.y), c2 = half_pair(c.z), c3 = half_pair(c.w);
+      for (int j = 0; j < TILES; j++) {
+        const uint4 codes = b[j][s >> 1];
+        const unsigned first = (s & 1) == 0 ? codes.x : codes.z;
+        const unsigned second = (s & 1) == 0 ? codes.y : codes.w;
+        half_step(acc[j], a0, c0, a1, c1, byte_pair(first, 0x4140), byte_pair(first, 0x4342));
+        half_step(acc[j], a2, c2, a3, c3, byte_pair(second, 0x4140), byte_pair(second, 0x4342));
+      }
+    }
+  }
+";
+
 /// Adds the warps' parts in order and writes the results.
 pub const TAIL: &str = r"
   for (int j = 0; j < TILES; j++) {
@@ -202,6 +253,7 @@ pub const TAIL: &str = r"
       value *= scale;
       gated *= scale;
     }
+    value *= ROW_SCALE(n);
     if (EPILOGUE == 1) { value += float(ADDED[long(row) * width + n]); }
     if (EPILOGUE == 2) { value = value / (1.0f + __expf(-value)) * gated; }
     y[long(row) * width + n] = bf16(value);

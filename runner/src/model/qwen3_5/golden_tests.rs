@@ -6,7 +6,7 @@ use mlx_rs::ops::indexing::argmax_axis;
 use mlx_rs::Array;
 use serde_json::Value;
 
-use super::{load, Loaded, Qwen35};
+use super::{load, Loaded, Qwen35, Scores};
 use crate::mlx::{ops, Backend, Path};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::plan::{plan, PlanOptions};
@@ -31,6 +31,7 @@ pub(super) fn build_with(name: &str, precision: Precision, path: Path, options: 
     load(
         &Weights::new(&checkpoint, &plan, precision, &mut progress).unwrap(),
         path,
+        Scores::Stored,
     )
     .unwrap()
 }

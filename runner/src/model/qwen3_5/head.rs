@@ -14,6 +14,8 @@ use super::norm::{RmsNorm, Stream};
 use super::rope::Rope;
 use super::{Layer, Vocabulary};
 use crate::cache::Caches;
+use crate::mlx::gpu::bytes::ByteRows;
+use crate::mlx::{gpu, Path};
 use crate::model::linear::Linear;
 use crate::model::{Batch, DraftKind, DraftModel};
 
@@ -28,6 +30,8 @@ pub struct MtpHead {
     pub(super) layer: Layer,
     pub(super) norm: RmsNorm,
     pub(super) rope: Rope,
+    /// Scores drafts in place of the trunk's projection, where that pays.
+    pub(super) scores: Option<ByteRows>,
 }
 
 impl DraftModel for MtpHead {
@@ -39,13 +43,9 @@ impl DraftModel for MtpHead {
         let hidden = batch
             .conditioning
             .ok_or_else(|| Exception::custom("the head needs the trunk's states"))?;
-        let embedded = self
-            .embedding_norm
-            .forward(&self.vocabulary.embed(batch.ids, batch.media)?)?;
-        let conditioned = self.hidden_norm.forward(hidden)?;
-        let x = self.join.forward(&concatenate(&[embedded, conditioned], 2)?)?;
+        let x = self.join.forward(&self.input(batch, hidden)?)?;
         let offset = draft.offset();
-        let rotation = self.rope.rotation(&batch.positions, batch.rows());
+        let rotation = self.rope.rotation(&batch.positions, batch.rows())?;
         let cache = draft
             .layers
             .first_mut()
@@ -57,7 +57,13 @@ impl DraftModel for MtpHead {
     }
 
     fn unembed(&self, hidden: &Array) -> Result<Array> {
-        self.vocabulary.unembed(hidden)
+        match &self.scores {
+            Some(scores) => match scores.forward(hidden)? {
+                Some(logits) => Ok(logits),
+                None => self.vocabulary.unembed(hidden),
+            },
+            None => self.vocabulary.unembed(hidden),
+        }
     }
 
     fn kind(&self) -> DraftKind {
@@ -66,11 +72,26 @@ impl DraftModel for MtpHead {
 }
 
 impl MtpHead {
+    /// The norms of the tokens' embeddings and of the states, side by side: [B, L, 2 D].
+    fn input(&self, batch: &Batch<'_>, hidden: &Array) -> Result<Array> {
+        let table = self.vocabulary.embed.table().filter(|_| batch.media.is_empty());
+        if let (Path::Gpu, Some(table)) = (self.rope.path, table) {
+            let norms = (self.embedding_norm.as_gain(), self.hidden_norm.as_gain());
+            return gpu::kernels()?.draft_input(batch.ids, table, hidden, norms);
+        }
+        let embedded = self
+            .embedding_norm
+            .forward(&self.vocabulary.embed(batch.ids, batch.media)?)?;
+        let conditioned = self.hidden_norm.forward(hidden)?;
+        concatenate(&[embedded, conditioned], 2)
+    }
+
     /// Weights of its own; what it shares with the trunk is left out.
     pub(super) fn arrays(&self) -> Vec<&Array> {
         let mut out = self.layer.arrays();
         out.extend(self.join.arrays());
         out.extend([&self.embedding_norm.gain, &self.hidden_norm.gain, &self.norm.gain]);
+        out.extend(self.scores.iter().flat_map(ByteRows::arrays));
         out
     }
 }

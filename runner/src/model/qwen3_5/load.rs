@@ -13,9 +13,10 @@ use super::attention::Attention;
 use super::delta::{self, DeltaLayer};
 use super::mlp::{Mlp, SwiGlu};
 use super::norm::RmsNorm;
-use super::rope::Rope;
+use super::rope::{Rope, Window};
 use super::{Layer, Mixer, MtpHead, Qwen35, Vocabulary};
 use crate::mlx::delta::DeltaParams;
+use crate::mlx::gpu::bytes::ByteRows;
 use crate::mlx::Path;
 use crate::model::config::{LayerKind, ModelConfig};
 use crate::model::layout::{self, Projections};
@@ -23,6 +24,15 @@ use crate::model::linear::Packed;
 use crate::model::matrix::Matrix;
 use crate::model::plan::VisionStatus;
 use crate::model::weights::{Result, Weights};
+
+/// What scores a head's drafts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scores {
+    /// The trunk's projection.
+    Stored,
+    /// A copy of it in bytes, where it is dense.
+    Bytes,
+}
 
 /// A built model.
 #[derive(Debug)]
@@ -37,12 +47,13 @@ pub struct Loaded {
 ///
 /// # Errors
 /// The device fails, or loading was interrupted.
-pub fn load(weights: &Weights<'_>, path: Path) -> Result<Loaded> {
+pub fn load(weights: &Weights<'_>, path: Path, scores: Scores) -> Result<Loaded> {
     let (config, plan) = (weights.checkpoint().config(), weights.plan());
     let builder = Builder {
         weights,
         config,
         path,
+        window: Window::default(),
     };
     let embed = weights.linear("embed_tokens")?;
     let lm_head = match plan.tied {
@@ -64,7 +75,7 @@ pub fn load(weights: &Weights<'_>, path: Path) -> Result<Loaded> {
     let head = plan
         .head
         .convention()
-        .map(|own| builder.head(&vocabulary, own.shift()))
+        .map(|own| builder.head(&vocabulary, own.shift(), scores))
         .transpose()?;
     let tower = match &plan.vision {
         VisionStatus::Active(vision) => Some(builder.tower(vision)?),
@@ -90,6 +101,8 @@ pub(super) struct Builder<'a, 'w> {
     pub(super) weights: &'a Weights<'w>,
     pub(super) config: &'a ModelConfig,
     pub(super) path: Path,
+    /// Shared by trunk and head, which are at the same positions.
+    window: Window,
 }
 
 impl Builder<'_, '_> {
@@ -109,6 +122,7 @@ impl Builder<'_, '_> {
             theta: rope.theta as f32,
             sections: rope.mrope_section.map_or([half, 0, 0], |s| s.map(|n| n as i32)),
             path: self.path,
+            window: self.window.clone(),
         }
     }
 
@@ -215,8 +229,13 @@ impl Builder<'_, '_> {
         })
     }
 
-    fn head(&self, vocabulary: &Rc<Vocabulary>, shift: f32) -> Result<MtpHead> {
+    fn head(&self, vocabulary: &Rc<Vocabulary>, shift: f32, scores: Scores) -> Result<MtpHead> {
+        let rows = vocabulary
+            .projection()
+            .dense()
+            .filter(|_| scores == Scores::Bytes);
         Ok(MtpHead {
+            scores: rows.map(ByteRows::encode).transpose()?,
             vocabulary: Rc::clone(vocabulary),
             join: self.weights.linear("mtp.fc")?,
             embedding_norm: self.norm("mtp.pre_fc_norm_embedding", shift)?,

@@ -28,7 +28,7 @@ use crate::cache::{Caches, KvCache, LayerCache, RecurrentCache};
 use crate::mlx::ops;
 
 pub use head::MtpHead;
-pub use load::{load, Loaded};
+pub use load::{load, Loaded, Scores};
 
 /// Layers dispatched at a time where a forward is dispatched as it is built.
 const PIECE: usize = 4;
@@ -69,8 +69,12 @@ impl Vocabulary {
         concatenate(&parts, 1)
     }
 
+    fn projection(&self) -> &Linear {
+        self.lm_head.as_ref().unwrap_or(&self.embed)
+    }
+
     fn unembed(&self, hidden: &Array) -> Result<Array> {
-        self.lm_head.as_ref().unwrap_or(&self.embed).forward(hidden)
+        self.projection().forward(hidden)
     }
 }
 
@@ -142,7 +146,7 @@ pub struct Qwen35 {
 
 impl Model for Qwen35 {
     fn forward(&self, batch: &Batch<'_>, caches: &mut Caches) -> Result<Array> {
-        let rotation = self.rope.rotation(&batch.positions, batch.rows());
+        let rotation = self.rope.rotation(&batch.positions, batch.rows())?;
         let offset = caches.offset();
         let mut stream = norm::Stream::new(self.vocabulary.embed(batch.ids, batch.media)?);
         for (index, (layer, cache)) in self.layers.iter().zip(&mut caches.layers).enumerate() {
@@ -189,13 +193,14 @@ impl Qwen35 {
         self.tower.as_ref()
     }
 
+    /// The type of states and logits.
+    pub fn activations(&self) -> Dtype {
+        self.vocabulary.dtype
+    }
+
     /// Logits a token.
     pub fn vocabulary_size(&self) -> i32 {
-        self.vocabulary
-            .lm_head
-            .as_ref()
-            .unwrap_or(&self.vocabulary.embed)
-            .outputs()
+        self.vocabulary.projection().outputs()
     }
 }
 

@@ -24,6 +24,14 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
+    /// What a kernel that computes it along with something else is given.
+    pub fn as_gain(&self) -> Gain<'_> {
+        Gain {
+            gain: &self.gain,
+            eps: self.eps,
+        }
+    }
+
     /// Normalises in float32 and returns the input's type.
     pub fn forward(&self, x: &Array) -> Result<Array> {
         match self.path {
@@ -128,10 +136,6 @@ impl Stream {
         if self.added.is_some() {
             return Ok(None);
         }
-        let gain = Gain {
-            gain: &norm.gain,
-            eps: norm.eps,
-        };
-        matrices.few_normed(&self.x, gain, gated)
+        matrices.few_normed(&self.x, norm.as_gain(), gated)
     }
 }

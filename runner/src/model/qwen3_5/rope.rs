@@ -3,6 +3,9 @@
 //! Invariant: both forms agree where all axes are equal; columns from `dims` on pass through.
 //! Source: Su et al., "RoFormer" (2021); interleaved M-RoPE as in Qwen3-VL.
 
+use std::cell::RefCell;
+use std::rc::Rc;
+
 use mlx_rs::error::Result;
 use mlx_rs::ops::concatenate;
 use mlx_rs::Array;
@@ -21,7 +24,27 @@ pub struct Rope {
     pub sections: [i32; 3],
     /// How it is computed: the fused kernels always take tables.
     pub path: Path,
+    /// Where a GPU's decoding is.
+    pub window: Window,
 }
+
+/// Cosines and sines of the positions around those last asked for, kept on the device: a table that the host writes for every
+/// step would be moved there for every step.
+#[derive(Debug, Clone, Default)]
+pub struct Window(Rc<RefCell<Option<Rows>>>);
+
+/// Tables [n, dims / 2] of the positions from `from` on.
+#[derive(Debug)]
+struct Rows {
+    from: i32,
+    cos: Array,
+    sin: Array,
+}
+
+/// Positions of a window, beside the rows asked for.
+const WINDOW: i32 = 512;
+/// Of these, positions before the one asked for: drafts that don't stand take decoding back.
+const BEHIND: i32 = 32;
 
 /// Rotation of one batch, ready for every layer.
 #[derive(Debug)]
@@ -34,14 +57,48 @@ pub enum Rotation {
 
 impl Rope {
     /// Prepares the rotation of a batch.
-    pub fn rotation(&self, positions: &Positions, rows: i32) -> Rotation {
+    pub fn rotation(&self, positions: &Positions, rows: i32) -> Result<Rotation> {
+        match (positions, self.path) {
+            (Positions::Sequential { start }, Path::Graph) => Ok(Rotation::From(*start)),
+            (Positions::Sequential { start }, Path::Gpu) if rows <= BEHIND => {
+                let (cos, sin) = self.in_window(*start, rows)?;
+                Ok(Rotation::Table(cos, sin))
+            }
+            _ => {
+                let (cos, sin) = self.tables(positions, rows);
+                Ok(Rotation::Table(cos, sin))
+            }
+        }
+    }
+
+    /// Cosines and sines of consecutive positions, cut from the window, which is moved where it has to be.
+    fn in_window(&self, start: i32, rows: i32) -> Result<(Array, Array)> {
+        let mut window = self.window.0.borrow_mut();
+        let held = window.take().filter(|held| {
+            let there = held.from..=held.from + held.cos.dim(0);
+            there.contains(&start) && there.contains(&(start + rows))
+        });
+        let held = match held {
+            Some(held) => held,
+            None => {
+                let from = (start - BEHIND).max(0);
+                let (cos, sin) = self.tables(&Positions::Sequential { start: from }, WINDOW);
+                Rows { from, cos, sin }
+            }
+        };
+        let at = start - held.from;
+        let cut = |table: &Array| ops::slice_axis(table, 0, at, at + rows);
+        let cuts = (cut(&held.cos)?, cut(&held.sin)?);
+        *window = Some(held);
+        Ok(cuts)
+    }
+
+    /// Cosines and sines of a batch, [L, dims / 2].
+    fn tables(&self, positions: &Positions, rows: i32) -> (Array, Array) {
         let position = |row: i32, axis: usize| match positions {
             Positions::Sequential { start } => start + row,
             Positions::Axes(axes) => axes[axis][row as usize],
         };
-        if let (Positions::Sequential { start }, Path::Graph) = (positions, self.path) {
-            return Rotation::From(*start);
-        }
         let half = self.dims / 2;
         let frequencies: Vec<(usize, f64)> = (0..half)
             .map(|j| {
@@ -65,7 +122,7 @@ impl Rope {
                 sin.push(angle.sin() as f32);
             }
         }
-        Rotation::Table(
+        (
             Array::from_slice(&cos, &[rows, half]),
             Array::from_slice(&sin, &[rows, half]),
         )
@@ -90,5 +147,42 @@ impl Rope {
             parts.push(ops::slice_axis(&wide, 3, self.dims, x.dim(3))?);
         }
         ops::cast(&concatenate(&parts, 3)?, x.dtype())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mlx::Backend;
+
+    #[test]
+    fn a_window_that_moves_back_and_forth_holds_what_a_table_of_its_own_would() {
+        Backend::select(true);
+        let rope = |path| Rope {
+            dims: 8,
+            theta: 1e4,
+            sections: [4, 0, 0],
+            path,
+            window: Window::default(),
+        };
+        let (gpu, cpu) = (rope(Path::Gpu), rope(Path::Cpu));
+        let ends = [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW];
+        for start in [0, 1, 30, 17]
+            .into_iter()
+            .chain(ends)
+            .chain([WINDOW - 3, 5, 100_000, 99_990, 99_900])
+        {
+            for rows in [1, 4, 17, BEHIND, BEHIND + 1] {
+                let positions = Positions::Sequential { start };
+                let of = |rope: &Rope| match rope.rotation(&positions, rows).unwrap() {
+                    Rotation::Table(cos, sin) => [cos, sin].map(|table| {
+                        assert_eq!(table.shape(), [rows, 4]);
+                        ops::compact(&table).unwrap().as_slice::<f32>().to_vec()
+                    }),
+                    Rotation::From(_) => unreachable!(),
+                };
+                assert_eq!(of(&gpu), of(&cpu), "{rows} rows from {start}");
+            }
+        }
     }
 }
