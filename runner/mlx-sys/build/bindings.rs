@@ -38,6 +38,7 @@ pub(crate) fn generate(
     builder
         .header(crate_dir.join("native/cpu_op.h").to_string_lossy())
         .header(crate_dir.join("native/cuda_op.h").to_string_lossy())
+        .header(crate_dir.join("native/written.h").to_string_lossy())
         .generate()?
         .write_to_file(out_dir.join("bindings.rs"))?;
     Ok(())

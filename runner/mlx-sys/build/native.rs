@@ -1,6 +1,6 @@
-//! Compiles the C++ side into two archives: mlx-c with this crate's additions, and, on Linux, the BLAS entry points
-//! that take the place of the wheel's. libmlx itself stays a shared library, so that another backend's can be put
-//! before it at run time.
+//! Compiles the C++ side into archives: mlx-c with this crate's additions, and, on Linux, the BLAS entry points that take the
+//! place of the wheel's and a faster hash in place of the C++ library's. libmlx itself stays a shared library, so that
+//! another backend's can be put before it at run time.
 
 use std::path::Path;
 use std::{env, fs};
@@ -28,7 +28,8 @@ pub(crate) fn compile(crate_dir: &Path, mlx_c: &Path, wheels: &Wheels, target: T
     }
     build
         .file(native.join("cpu_op.cpp"))
-        .file(native.join("cuda_op.cpp"));
+        .file(native.join("cuda_op.cpp"))
+        .file(native.join("written.cpp"));
     if target == Target::Linux {
         // Leaves out mlx-c's half-float section, which depends on the processor; half.cpp fills in for all of them.
         build.define("MLX_HALF_H", None);
@@ -39,9 +40,12 @@ pub(crate) fn compile(crate_dir: &Path, mlx_c: &Path, wheels: &Wheels, target: T
     println!("cargo::rustc-check-cfg=cfg(openblas)");
     println!("cargo::rustc-link-search=native={}", wheels.lib.display());
     println!("cargo::rustc-link-lib=dylib=mlx");
+    if target == Target::Linux {
+        override_with(&native, "hash")?;
+    }
     match (&wheels.openblas, target) {
         (Some(openblas), _) => {
-            blas(&native)?;
+            override_with(&native, "blas")?;
             println!("cargo::rustc-cfg=openblas");
             println!("cargo::rustc-link-search=native={}", openblas.display());
             println!("cargo::rustc-link-lib=dylib=scipy_openblas");
@@ -52,16 +56,18 @@ pub(crate) fn compile(crate_dir: &Path, mlx_c: &Path, wheels: &Wheels, target: T
     Ok(())
 }
 
-/// Whole-archive, because nothing but libmlx refers to these symbols and an archive is searched for the executable's
-/// needs only. Linkers export an executable's definition of what a shared library on the command line misses.
-/// Not bundled into the Rust library, because a compiler cache does not see such an archive and hands out an old one.
-fn blas(native: &Path) -> Result<()> {
+/// An archive of `part`, whose functions take the place of a shared library's.
+///
+/// Whole, because nothing but libmlx refers to these symbols and an archive is searched for the executable's needs only.
+/// Linkers export an executable's definition of what a shared library on the command line misses. Not bundled into the Rust
+/// library, because a compiler cache does not see such an archive and hands out an old one.
+fn override_with(native: &Path, part: &str) -> Result<()> {
     cpp()
         .cargo_metadata(false)
-        .file(native.join("blas.cpp"))
-        .try_compile("lookahead_blas")?;
+        .file(native.join(format!("{part}.cpp")))
+        .try_compile(&format!("lookahead_{part}"))?;
     println!("cargo::rustc-link-search=native={}", env::var("OUT_DIR")?);
-    println!("cargo::rustc-link-lib=static:-bundle,+whole-archive=lookahead_blas");
+    println!("cargo::rustc-link-lib=static:-bundle,+whole-archive=lookahead_{part}");
     Ok(())
 }
 

@@ -4,6 +4,7 @@
 
 use mlx_rs::error::Result;
 use mlx_rs::ops::{concatenate, zeros_dtype};
+use mlx_rs::transforms::async_eval;
 use mlx_rs::{Array, Dtype};
 
 use crate::mlx::ops;
@@ -42,6 +43,8 @@ impl KvSegment {
 pub struct KvCache {
     buffers: Option<(Array, Array)>,
     offset: i32,
+    /// Whether slots are written behind MLX's back, so that nothing else may share the buffers.
+    by_effect: bool,
 }
 
 impl KvCache {
@@ -81,6 +84,36 @@ impl KvCache {
         Ok((k, v))
     }
 
+    /// The same for a `write` that changes the buffers' memory itself, while steps that read other slots of it may still be
+    /// under way: MLX would copy all of it then.
+    ///
+    /// MLX doesn't know that the memory is written, so it puts operations of one dispatch that only read the buffers beside the
+    /// writer instead of behind it. Whoever reads them together with a result of the writer is behind it; anything else, and
+    /// the next append, must come in a later dispatch.
+    pub fn append_by_effect(
+        &mut self,
+        rows: i32,
+        shape: [i32; 3],
+        dtype: Dtype,
+        write: impl FnOnce(&Array, &Array) -> Result<(Array, Array)>,
+    ) -> Result<(Array, Array)> {
+        self.by_effect = true;
+        if self
+            .buffers
+            .as_ref()
+            .is_some_and(|(k, _)| k.dim(2) < self.offset + rows)
+        {
+            // They will be copied.
+            self.dispatch()?;
+        }
+        self.append_in_place(rows, shape, dtype, write)
+    }
+
+    /// Sends what writes the buffers to the device.
+    fn dispatch(&self) -> Result<()> {
+        async_eval(self.arrays())
+    }
+
     /// Slots filled.
     pub fn offset(&self) -> i32 {
         self.offset
@@ -98,10 +131,21 @@ impl KvCache {
 
     /// Compact copies of slots `from..to`.
     pub fn segment(&self, from: i32, to: i32) -> Result<KvSegment> {
+        if self.by_effect {
+            self.dispatch()?;
+        }
+        let cut = |buffer: &Array| {
+            let slots = ops::slice_axis(buffer, 2, from, to)?;
+            match self.by_effect {
+                // Compacting shares the memory of a part that is nearly the whole.
+                true => slots.multiply(ops::cast(&Array::from_f32(1.0), slots.dtype())?),
+                false => ops::compact(&slots),
+            }
+        };
         match &self.buffers {
             Some((k, v)) => Ok(KvSegment {
-                keys: ops::compact(&ops::slice_axis(k, 2, from, to)?)?,
-                values: ops::compact(&ops::slice_axis(v, 2, from, to)?)?,
+                keys: cut(k)?,
+                values: cut(v)?,
             }),
             None => Err(mlx_rs::error::Exception::custom(
                 "segment of an empty key-value cache",
@@ -166,4 +210,61 @@ fn grow(
     };
     let (old_k, old_v) = held.unzip();
     Ok((widen(old_k)?, widen(old_v)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use mlx_rs::transforms::eval;
+
+    use super::*;
+    use crate::mlx::Backend;
+
+    /// Appends `rows` slots as a kernel does that writes into the buffers: they are handed back as they are.
+    fn fill(cache: &mut KvCache, rows: i32) {
+        let same = |k: &Array, v: &Array| {
+            let writer = k.add(v)?;
+            ops::written((k, v), &writer)
+        };
+        let shape = [1, 1, 8];
+        cache.append_by_effect(rows, shape, Dtype::Float32, same).unwrap();
+        eval(cache.arrays()).unwrap();
+    }
+
+    #[test]
+    fn a_segment_never_shares_memory_that_will_be_written_again() {
+        Backend::select(true);
+        let mut cache = KvCache::default();
+        fill(&mut cache, STEP);
+        let (keys, values) = cache.buffers().unwrap();
+        let held = [keys, values].map(|buffer| buffer.as_slice::<f32>().as_ptr_range());
+        for (from, to) in [(0, keys.dim(2)), (0, keys.dim(2) - 1), (1, keys.dim(2)), (3, 4)] {
+            let segment = cache.segment(from, to).unwrap();
+            eval([&segment.keys, &segment.values]).unwrap();
+            for part in [&segment.keys, &segment.values] {
+                assert_eq!(part.shape(), [1, 1, to - from, 8]);
+                let start = part.as_slice::<f32>().as_ptr();
+                assert!(!held.iter().any(|range| range.contains(&start)), "{from}..{to}");
+            }
+        }
+    }
+
+    #[test]
+    fn buffers_written_by_effect_stay_where_they_are_until_they_grow() {
+        Backend::select(true);
+        let mut cache = KvCache::default();
+        fill(&mut cache, 10);
+        let at = |cache: &KvCache| cache.buffers().unwrap().0.as_slice::<f32>().as_ptr();
+        let (first, room) = (at(&cache), cache.buffers().unwrap().0.dim(2));
+        // Held by an earlier step that is still under way, as on a GPU.
+        let step = cache.buffers().unwrap().0.clone();
+        fill(&mut cache, 1);
+        assert_eq!(at(&cache), first);
+        cache.truncate(4);
+        fill(&mut cache, room - 4);
+        assert_eq!(at(&cache), first);
+        fill(&mut cache, 1);
+        assert_ne!(at(&cache), first);
+        assert_eq!(cache.offset(), room + 1);
+        drop(step);
+    }
 }

@@ -193,6 +193,20 @@ pub fn view(a: &Array, dtype: Dtype) -> Result<Array> {
     })
 }
 
+/// Two buffers after `writer`, a kernel that writes into them behind MLX's back, has run: the same memory, computed with it. In
+/// the writer's own dispatch only operations that also read one of its results are sure to run after it.
+pub fn written(buffers: (&Array, &Array), writer: &Array) -> Result<(Array, Array)> {
+    let inputs = ArrayVector::new([buffers.0, buffers.1]);
+    let mut out = arrays_op("written", |res, s| {
+        // SAFETY: the vector and the array are valid for the call, which copies references.
+        unsafe { mlx_sys::lookahead_written(res, inputs.0, writer.as_ptr(), s) }
+    })?;
+    match (out.pop(), out.pop()) {
+        (Some(second), Some(first)) => Ok((first, second)),
+        _ => Err(Exception::custom("two buffers have become fewer")),
+    }
+}
+
 /// A compact copy: owns exactly its own bytes (up to MLX's 16 KiB slack) and never pins the buffer that it was cut from.
 pub fn compact(a: &Array) -> Result<Array> {
     // `mlx_copy` shares its input's buffer; `mlx_contiguous` copies whenever the input is a part of a larger one.

@@ -4,11 +4,12 @@
 
 use mlx_rs::error::{Exception, Result};
 use mlx_rs::ops::sigmoid;
+use mlx_rs::transforms::eval;
 use mlx_rs::{Array, Dtype};
 
 use super::bytes::ByteRows;
 use super::products::{Around, Gain, Stored};
-use super::{kernels, with_products, Heads, Table};
+use super::{kernels, with_products, Heads, Prepare, Table};
 use crate::mlx::delta::{gpu_net, graph_net, DeltaInput, DeltaParams, DeltaShape, Keep};
 use crate::mlx::ops;
 
@@ -342,7 +343,13 @@ fn attention(rows: i32, c: &Constants) -> Result<f32> {
         .collect();
     let angles = Array::from_slice(&angles, &[rows, half]);
     let (cos, sin) = (angles.cos()?, angles.sin()?);
-    let (q, k, v) = kernels.attention_prepare(heads, &packed, (&q_gain, &k_gain), eps, (&cos, &sin))?;
+    let how = Prepare {
+        heads,
+        gains: (&q_gain, &k_gain),
+        eps,
+        table: (&cos, &sin),
+    };
+    let (q, k, v) = kernels.attention_prepare(&how, &packed)?;
     let split = |from: i32, heads: i32, step: i32, gain: Option<&Array>| -> Result<Array> {
         let x = ops::slice_axis(&packed, 2, from, from + heads * step)?.reshape(&[1, rows, heads, step])?;
         let x = ops::slice_axis(&x, 3, 0, d)?;
@@ -367,27 +374,60 @@ fn attention(rows: i32, c: &Constants) -> Result<f32> {
     worst = worst.max(apart(&v, &split((2 * h + kv) * d, kv, d, None)?)?);
     let gate = ops::slice_axis(&packed, 2, 0, 2 * h * d)?.reshape(&[1, rows, h, 2 * d])?;
     let gate = ops::slice_axis(&gate, 3, d, 2 * d)?;
-    let (keys, values) = (noise(&[1, kv, 40, d], 14), noise(&[1, kv, 40, d], 15));
-    let before = 20;
-    let got = kernels.attention_rows(heads, &q, &keys, &values, before, &packed)?;
-    let held = |a: &Array| ops::slice_axis(a, 2, 0, before + rows);
-    let causal = mlx_rs::fast::ScaledDotProductAttentionMask::Causal;
-    let scale = (d as f32).powf(-0.5);
-    let o = mlx_rs::fast::scaled_dot_product_attention(
-        &q,
-        held(&keys)?,
-        held(&values)?,
-        scale,
-        Some(causal),
-        None,
-    )?;
     let joined = |o: &Array| {
         o.transpose_axes(&[0, 2, 1, 3])?
             .multiply(&sigmoid(&gate)?)?
             .reshape(&[1, rows, h * d])
     };
-    worst = worst.max(apart(&got, &joined(&o)?)?);
-    Ok(worst.max(apart(&kernels.attention_gate(heads, &q, &packed)?, &joined(&q)?)?))
+    worst = worst.max(apart(&kernels.attention_gate(heads, &q, &packed)?, &joined(&q)?)?);
+    // Within one span, and over several of which the last is cut off.
+    for before in [20, 300] {
+        let capacity = before + rows + 20;
+        let buffer = |seed| noise(&[1, kv, capacity, d], seed);
+        let (keys, values) = (buffer(14), buffer(15));
+        let got = kernels.attention_rows(heads, &q, (&keys, &values), before, &packed)?;
+        let held = |a: &Array| ops::slice_axis(a, 2, 0, before + rows);
+        let causal = mlx_rs::fast::ScaledDotProductAttentionMask::Causal;
+        let scale = (d as f32).powf(-0.5);
+        let o = mlx_rs::fast::scaled_dot_product_attention(
+            &q,
+            held(&keys)?,
+            held(&values)?,
+            scale,
+            Some(causal),
+            None,
+        )?;
+        worst = worst.max(apart(&got, &joined(&o)?)?);
+        if kernels.writes_in_place() {
+            let (_, after) =
+                kernels.attention_prepare_in_place(&how, &packed, (&buffer(14), &buffer(15)), before)?;
+            worst = worst.max(written(&after.0, &keys, &k, before)?);
+            worst = worst.max(written(&after.1, &values, &v, before)?);
+        }
+        // A verified row must be the row that plain decoding computes.
+        let last = |a: &Array, axis| ops::compact(&ops::slice_axis(a, axis, rows - 1, rows)?);
+        let alone = kernels.attention_rows(
+            heads,
+            &last(&q, 2)?,
+            (&keys, &values),
+            before + rows - 1,
+            &last(&packed, 1)?,
+        )?;
+        if apart(&alone, &ops::slice_axis(&got, 1, rows - 1, rows)?)? != 0.0 {
+            return Ok(f32::INFINITY);
+        }
+    }
+    Ok(worst)
+}
+
+/// How far a buffer is from `old` with `new` in the slots behind `before`.
+fn written(after: &Array, old: &Array, new: &Array, before: i32) -> Result<f32> {
+    // Readers of the buffer alone belong into a later dispatch than its writer.
+    eval([after])?;
+    let end = before + new.dim(2);
+    let rest = ops::slice_axis(old, 2, end, old.dim(2))?;
+    let parts = [ops::slice_axis(old, 2, 0, before)?, new.clone(), rest];
+    apart(after, &mlx_rs::ops::concatenate(&parts, 2)?)
 }
 
 /// Constants of a thorough check, with the batches: heads in odd numbers, heads of one size and of two.

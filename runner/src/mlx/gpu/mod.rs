@@ -3,6 +3,7 @@
 //! Invariant: each kernel equals its counterpart in plain operations up to rounding; [`check::check`] holds them against each
 //! other on random input before a model trusts them.
 
+mod attention;
 mod attention_source;
 pub mod bytes;
 pub mod check;
@@ -25,12 +26,14 @@ use mlx_rs::error::Result;
 use mlx_rs::Array;
 
 use super::Backend;
+use attention::Attention;
 use compiler::Compiler;
 use draft_input::DraftInput;
 use kernel::{Call, Kernel, Maker, Text};
 use peak::Peak;
 use products::{Gain, Products};
 
+pub use attention::{Heads, Prepare};
 pub use delta::DeltaResults;
 pub use draft_input::Table;
 
@@ -47,9 +50,7 @@ pub struct Kernels {
     add_norm: Kernel,
     norm: Kernel,
     swiglu: Kernel,
-    prepare: Kernel,
-    gate: Kernel,
-    rows: Kernel,
+    attention: Attention,
     peak: Peak,
     draft_input: DraftInput,
     products: Option<Products>,
@@ -94,17 +95,6 @@ pub fn with_products<R>(with: impl FnOnce(&Products) -> Result<R>) -> Result<Opt
 /// Whether this thread computes on CUDA, with kernels of our own.
 pub fn on_cuda() -> bool {
     KERNELS.with(|slot| slot.borrow().as_ref().is_some_and(|k| k.products.is_some()))
-}
-
-/// Heads of one attention call.
-#[derive(Debug, Clone, Copy)]
-pub struct Heads {
-    /// Query heads.
-    pub query: i32,
-    /// Key-value heads.
-    pub kv: i32,
-    /// Width.
-    pub dim: i32,
 }
 
 impl Kernels {
@@ -157,24 +147,7 @@ impl Kernels {
             )?,
             norm: make("norm", &["x", "gain"], &["normed"], source::NORM)?,
             swiglu: make("swiglu", &["gate_up"], &["y"], source::SWIGLU)?,
-            prepare: make(
-                "attention_prepare",
-                &["packed", "q_gain", "k_gain", "cos_table", "sin_table"],
-                &["q", "k", "v"],
-                attention_source::ATTENTION_PREPARE,
-            )?,
-            gate: make(
-                "attention_gate",
-                &["o", "packed"],
-                &["y"],
-                attention_source::ATTENTION_GATE,
-            )?,
-            rows: make(
-                "attention_rows",
-                &["q", "keys", "values", "packed"],
-                &["y"],
-                attention_source::ATTENTION_ROWS,
-            )?,
+            attention: Attention::new(&maker)?,
             peak: Peak::new(&maker)?,
             draft_input: DraftInput::new(&maker)?,
             products: Products::new(&maker),
@@ -254,92 +227,6 @@ impl Kernels {
             dtype: gate_up.dtype(),
             grid: [width, rows, 1],
             group: [256, 1, 1],
-        })?;
-        one(&mut out)
-    }
-
-    /// Norms, rotation and split of packed rows [1, L, (2 H + 2 KV) D]; `table` holds cosines and sines, [L, rotated / 2] float32.
-    /// Returns queries [1, H, L, D], keys and values [1, KV, L, D].
-    pub fn attention_prepare(
-        &self,
-        heads: Heads,
-        packed: &Array,
-        gains: (&Array, &Array),
-        eps: f32,
-        table: (&Array, &Array),
-    ) -> Result<(Array, Array, Array)> {
-        let Heads { query: h, kv, dim: d } = heads;
-        let rows = packed.dim(1);
-        let dtype = packed.dtype();
-        let mut out = self.prepare.call(&Call {
-            inputs: &[packed, gains.0, gains.1, table.0, table.1],
-            integers: &[],
-            outputs: &[
-                (&[1, h, rows, d], dtype),
-                (&[1, kv, rows, d], dtype),
-                (&[1, kv, rows, d], dtype),
-            ],
-            constants: &[
-                ("H", h),
-                ("KV", kv),
-                ("D", d),
-                ("HALF", table.0.dim(1)),
-                ("EPS", bits(eps)),
-            ],
-            dtype,
-            grid: [32, h + 2 * kv, rows],
-            group: [32, 1, 1],
-        })?;
-        let v = one(&mut out)?;
-        let (k, q) = two(&mut out)?;
-        Ok((q, k, v))
-    }
-
-    /// `o * sigmoid(gate)` with heads joined: o [1, H, L, D] → [1, L, H * D].
-    pub fn attention_gate(&self, heads: Heads, o: &Array, packed: &Array) -> Result<Array> {
-        let Heads { query: h, kv, dim: d } = heads;
-        let rows = packed.dim(1);
-        let mut out = self.gate.call(&Call {
-            inputs: &[o, packed],
-            integers: &[],
-            outputs: &[(&[1, rows, h * d], packed.dtype())],
-            constants: &[("H", h), ("KV", kv), ("D", d)],
-            dtype: packed.dtype(),
-            grid: [d, h, rows],
-            group: [d.min(256), 1, 1],
-        })?;
-        one(&mut out)
-    }
-}
-
-/// Attention of a few rows is one kernel up to this many slots; beyond, MLX's own spreads a head over more of the device.
-pub const ROWS_SLOTS: i32 = 4096;
-
-/// Threads that share a head in [`Kernels::attention_rows`], in warps.
-const ROW_WARPS: i32 = 8;
-
-impl Kernels {
-    /// Causal attention of L rows with output gate, over buffers [1, KV, capacity, D] of which `before` + L slots are filled.
-    /// Queries [1, H, L, D] → [1, L, H * D].
-    pub fn attention_rows(
-        &self,
-        heads: Heads,
-        q: &Array,
-        keys: &Array,
-        values: &Array,
-        before: i32,
-        packed: &Array,
-    ) -> Result<Array> {
-        let Heads { query: h, kv, dim: d } = heads;
-        let rows = packed.dim(1);
-        let mut out = self.rows.call(&Call {
-            inputs: &[q, keys, values, packed],
-            integers: &[before],
-            outputs: &[(&[1, rows, h * d], packed.dtype())],
-            constants: &[("H", h), ("KV", kv), ("D", d), ("WARPS", ROW_WARPS)],
-            dtype: packed.dtype(),
-            grid: [32 * ROW_WARPS, h, rows],
-            group: [32 * ROW_WARPS, 1, 1],
         })?;
         one(&mut out)
     }

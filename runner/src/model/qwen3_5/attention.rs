@@ -5,6 +5,7 @@
 use mlx_rs::error::{Exception, Result};
 use mlx_rs::fast::{scaled_dot_product_attention, ScaledDotProductAttentionMask};
 use mlx_rs::ops::{concatenate, sigmoid};
+use mlx_rs::transforms::async_eval;
 use mlx_rs::Array;
 
 use super::norm::{RmsNorm, Stream};
@@ -90,18 +91,40 @@ impl Attention {
             kv: self.kv_heads,
             dim: self.head_dim,
         };
-        let gains = (&self.q_norm.gain, &self.k_norm.gain);
-        let (q, k, v) = kernels.attention_prepare(heads, packed, gains, self.q_norm.eps, table)?;
+        let how = gpu::Prepare {
+            heads,
+            gains: (&self.q_norm.gain, &self.k_norm.gain),
+            eps: self.q_norm.eps,
+            table,
+        };
         let before = cache.offset();
-        let (keys, values) = cache.append(&k, &v)?;
-        if rows <= FEW_ROWS && before + rows <= gpu::ROWS_SLOTS && self.head_dim % 32 == 0 {
-            let (keys, values) = cache
-                .buffers()
-                .ok_or_else(|| Exception::custom("appended to no buffer"))?;
-            return kernels.attention_rows(heads, &q, keys, values, before, packed);
+        let (q, keys, values) = if kernels.writes_in_place() {
+            let mut queries = None;
+            let shape = [1, heads.kv, heads.dim];
+            let (keys, values) = cache.append_by_effect(rows, shape, packed.dtype(), |k, v| {
+                let (q, buffers) = kernels.attention_prepare_in_place(&how, packed, (k, v), before)?;
+                queries = Some(q);
+                Ok(buffers)
+            })?;
+            let queries = queries.ok_or_else(|| Exception::custom("attention without queries"))?;
+            (queries, keys, values)
+        } else {
+            let (q, k, v) = kernels.attention_prepare(&how, packed)?;
+            cache.append(&k, &v)?;
+            let buffers = cache.buffers();
+            let (keys, values) = buffers.ok_or_else(|| Exception::custom("appended to no buffer"))?;
+            (q, keys.clone(), values.clone())
+        };
+        if kernels.takes_rows(heads, rows, before) {
+            return kernels.attention_rows(heads, &q, (&keys, &values), before, packed);
         }
+        if kernels.writes_in_place() {
+            // The library copies parts of the buffers, which mustn't come before they are written.
+            async_eval([&q])?;
+        }
+        let filled = |buffer: &Array| ops::slice_axis(buffer, 2, 0, before + rows);
         let scale = (self.head_dim as f32).powf(-0.5);
-        let o = attend(&q, &keys, &values, scale)?;
+        let o = attend(&q, &filled(&keys)?, &filled(&values)?, scale)?;
         kernels.attention_gate(heads, &o, packed)
     }
 
@@ -143,9 +166,6 @@ impl Attention {
         out
     }
 }
-
-/// Rows up to which attention is one kernel of our own: decode and verification.
-const FEW_ROWS: i32 = 16;
 
 /// Scores held at once by MLX's fallback attention, in entries; longer queries are cut into blocks.
 const SCORE_BUDGET: i64 = 64 << 20;
