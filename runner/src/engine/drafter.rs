@@ -231,7 +231,7 @@ impl<'m> Drafter<'m> {
         sampler: &Sampler,
         target: &Caches,
     ) -> Result<bool> {
-        // Penalties make what is drafted depend on the outcome; a wide round has more rows than one launch takes.
+        // Penalties make what is drafted depend on the outcome.
         let level = self.caches.offset() == self.consumed && self.waiting == 0;
         if !self.looks_ahead || !level || !self.is_independent() || sampler.has_penalties() {
             return Ok(false);
@@ -295,8 +295,8 @@ impl<'m> Drafter<'m> {
         }))
     }
 
-    /// Draws a token from each state [1, n, D] of the head, for positions in a row. The device drafts while the host describes the next step; on the
-    /// host's cores too this is worth a quarter of a round.
+    /// Draws a token from each state [1, n, D] of the head, for positions in a row. The device drafts while the host
+    /// describes the next step; on the host's cores too this is worth a quarter of a round.
     fn score(&self, carried: &Array, position: u64, sampler: &Sampler, before: &[Draft]) -> Result<Draft> {
         let logits = self.head.unembed(carried)?;
         let (rows, width) = (logits.dim(1), logits.dim(2));

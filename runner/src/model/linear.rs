@@ -10,7 +10,6 @@ use mlx_rs::{Array, Dtype};
 use super::matrix::{Codes, Matrix};
 use crate::mlx::backend::on_host;
 use crate::mlx::gpu::products::{Around, Gain, Products, Stored};
-use crate::mlx::gpu::Table;
 use crate::mlx::{cpu, gpu, ops};
 
 /// Rows from which a quantised matrix is decoded for the product, on CUDA.
@@ -106,23 +105,30 @@ impl Linear {
         self.few(x, Around::Added(residual))
     }
 
-    /// The product of few rows in one launch with its surroundings, where the device has a kernel for it.
-    fn few(&self, x: &Array, around: Around<'_>) -> Result<Option<Array>> {
-        let stored = match self {
-            Self::Dense { rows, .. } => Stored::Dense(rows),
+    /// As kernels of ours read it, where they do: plain values, and affine 4-bit codes.
+    pub fn stored(&self) -> Option<Stored<'_>> {
+        match self {
+            Self::Dense { rows, .. } => Some(Stored::Dense(rows)),
             Self::Quantized(Codes {
                 weight,
                 scales,
                 biases: Some(biases),
                 global_scale: None,
                 mode,
-            }) if mode.bits == 4 => Stored::Codes {
+            }) if mode.bits == 4 => Some(Stored::Codes {
                 weight,
                 scales,
                 biases,
                 group: mode.group_size,
-            },
-            Self::Quantized(_) => return Ok(None),
+            }),
+            Self::Quantized(_) => None,
+        }
+    }
+
+    /// The product of few rows in one launch with its surroundings, where the device has a kernel for it.
+    fn few(&self, x: &Array, around: Around<'_>) -> Result<Option<Array>> {
+        let Some(stored) = self.stored() else {
+            return Ok(None);
         };
         if !Products::takes(x, stored) {
             return Ok(None);
@@ -144,26 +150,6 @@ impl Linear {
                 };
                 rows.decode(dtype)
             }
-        }
-    }
-
-    /// Itself as a table of embeddings, where a kernel can read it.
-    pub fn table(&self) -> Option<Table<'_>> {
-        match self {
-            Self::Dense { rows, .. } => Some(Table::Dense(rows)),
-            Self::Quantized(Codes {
-                weight,
-                scales,
-                biases: Some(biases),
-                global_scale: None,
-                mode,
-            }) if mode.bits == 4 => Some(Table::Codes {
-                weight,
-                scales,
-                biases,
-                group: mode.group_size,
-            }),
-            Self::Quantized(_) => None,
         }
     }
 

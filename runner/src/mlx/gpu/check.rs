@@ -9,7 +9,7 @@ use mlx_rs::{Array, Dtype};
 
 use super::bytes::ByteRows;
 use super::products::{Around, Gain, Stored};
-use super::{kernels, with_products, Heads, Prepare, Table};
+use super::{kernels, with_products, Heads, Prepare};
 use crate::mlx::delta::{gpu_net, graph_net, DeltaInput, DeltaParams, DeltaShape, Keep};
 use crate::mlx::ops;
 
@@ -185,18 +185,18 @@ fn draft_input(rows: i32, c: &Constants) -> Result<Difference> {
             eps: c.eps,
         },
     );
-    let of = |read: Table<'_>, values: &Array| -> Result<f32> {
+    let of = |read: Stored<'_>, values: &Array| -> Result<f32> {
         let taken = mlx_rs::ops::indexing::take_axis(values, &ids, 0)?;
         let token = mlx_rs::fast::rms_norm(&taken, Some(&token_gain), c.eps)?;
         let state = mlx_rs::fast::rms_norm(&hidden, Some(&state_gain), c.eps)?;
         let wanted = mlx_rs::ops::concatenate(&[token, state], 2)?;
         apart(&kernels()?.draft_input(&ids, read, &hidden, norms)?, &wanted)
     };
-    let mut worst = of(Table::Dense(&table), &table)?;
+    let mut worst = of(Stored::Dense(&table), &table)?;
     if let Some(group) = c.group {
         let (mode, [weight, scales, biases]) = codes(&table, group)?;
         let decoded = ops::dequantize(&weight, &scales, Some(&biases), mode, Dtype::Float32)?;
-        let read = Table::Codes {
+        let read = Stored::Codes {
             weight: &weight,
             scales: &scales,
             biases: &biases,

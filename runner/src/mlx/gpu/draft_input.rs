@@ -7,26 +7,8 @@ use mlx_rs::error::{Exception, Result};
 use mlx_rs::{Array, Dtype};
 
 use super::kernel::{Call, Kernel, Maker, Text};
-use super::products::Gain;
+use super::products::{Gain, Stored};
 use super::{bits, one, NORM_THREADS};
-
-/// A table of embeddings [V, D].
-#[derive(Debug, Clone, Copy)]
-pub enum Table<'a> {
-    /// Plain values.
-    Dense(&'a Array),
-    /// Affine 4-bit codes.
-    Codes {
-        /// [V, D / 8] uint32.
-        weight: &'a Array,
-        /// [V, D / group].
-        scales: &'a Array,
-        /// [V, D / group].
-        biases: &'a Array,
-        /// Columns that share a scale.
-        group: i32,
-    },
-}
 
 /// `VALUE(i)` is column i of the row's input. ids [B, L] int32, hidden [B, L, D], gains [D] float32 → y [B, L, 2 D].
 const BODY: &str = r"
@@ -103,11 +85,11 @@ impl DraftInput {
         })
     }
 
-    /// Gains of the token's norm and of the state's; ids [B, L] int32, hidden [B, L, D] → [B, L, 2 D] in the type of `hidden`.
+    /// `table` holds the embeddings [V, D]; gains of the token's norm and of the state's; ids [B, L] int32, hidden [B, L, D] → [B, L, 2 D] in the type of `hidden`.
     pub(super) fn of(
         &self,
         ids: &Array,
-        table: Table<'_>,
+        table: Stored<'_>,
         hidden: &Array,
         (token, state): (Gain<'_>, Gain<'_>),
     ) -> Result<Array> {
@@ -124,11 +106,11 @@ impl DraftInput {
         ];
         let mut inputs = vec![ids];
         let kernel = match table {
-            Table::Dense(weight) => {
+            Stored::Dense(weight) => {
                 inputs.push(weight);
                 &self.dense
             }
-            Table::Codes {
+            Stored::Codes {
                 weight,
                 scales,
                 biases,
@@ -138,6 +120,7 @@ impl DraftInput {
                 constants.push(("GROUP", group));
                 &self.codes
             }
+            Stored::Bytes { .. } => return Err(Exception::custom("embeddings are not kept in bytes")),
         };
         inputs.extend([hidden, token.gain, state.gain]);
         let mut out = kernel.call(&Call {

@@ -31,11 +31,10 @@ use compiler::Compiler;
 use draft_input::DraftInput;
 use kernel::{Call, Kernel, Maker, Text};
 use peak::Peak;
-use products::{Gain, Products};
+use products::{Gain, Products, Stored};
 
 pub use attention::{Heads, Prepare};
 pub use delta::DeltaResults;
-pub use draft_input::Table;
 
 /// Threads that share a row's norm.
 const NORM_THREADS: i32 = 256;
@@ -166,11 +165,11 @@ impl Kernels {
     }
 
     /// The norm of each token's embedding beside the norm of each state, [B, L, 2 D] in the type of `hidden` [B, L, D]; ids [B, L]
-    /// int32. The norms are the token's and the state's.
+    /// int32, `table` the embeddings [V, D]. The norms are the token's and the state's.
     pub fn draft_input(
         &self,
         ids: &Array,
-        table: Table<'_>,
+        table: Stored<'_>,
         hidden: &Array,
         norms: (Gain<'_>, Gain<'_>),
     ) -> Result<Array> {

@@ -74,7 +74,7 @@ impl DraftModel for MtpHead {
 impl MtpHead {
     /// The norms of the tokens' embeddings and of the states, side by side: [B, L, 2 D].
     fn input(&self, batch: &Batch<'_>, hidden: &Array) -> Result<Array> {
-        let table = self.vocabulary.embed.table().filter(|_| batch.media.is_empty());
+        let table = self.vocabulary.embed.stored().filter(|_| batch.media.is_empty());
         if let (Path::Gpu, Some(table)) = (self.rope.path, table) {
             let norms = (self.embedding_norm.as_gain(), self.hidden_norm.as_gain());
             return gpu::kernels()?.draft_input(batch.ids, table, hidden, norms);
